@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.machine import describe
 from tests.helpers import run_world
-from toolkit.checkpoint.async_save import Background
+from toolkit.checkpoint.async_save import BackgroundWriter
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.metrics.memory import resident_bytes
 
@@ -102,7 +102,9 @@ def waited_for(folder: Path, billions: float, repeats: int) -> Samples:
 def in_background(folder: Path, billions: float, repeats: int) -> Samples:
     tensors, found = state(billions), defaultdict(list)
     group = dist.new_group()
-    manager = CheckpointManager(folder / "ours", background=Background(), group=group, say=lambda text: None)
+    manager = CheckpointManager(
+        folder / "ours", background=BackgroundWriter(), group=group, say=lambda text: None
+    )
     copies = [torch.empty_like(_local(tensor)) for tensor in tensors.values()]
 
     def copy() -> None:

@@ -35,7 +35,7 @@ from toolkit.generation.cpu_prepack import can_prepack, prepack_model
 from toolkit.generation.generator import Generator
 from toolkit.hardware import cores
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.attention_choice import attention_choice
+from toolkit.models.common.attention_choice import choose_attention
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.parameters import parameter_shapes
 from toolkit.models.registry import resolve
@@ -64,7 +64,7 @@ def model_of(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Decod
     """Random weights; norms of one. Attention is that of a model that is loaded."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
-        model = Decoder(args, attention=attention_choice("auto", "", device=device.type, documents=False))
+        model = Decoder(args, attention=choose_attention("auto", "", device=device.type, documents=False))
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

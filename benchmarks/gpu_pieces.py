@@ -280,14 +280,14 @@ def generate(small: bool) -> None:
     """Tokens per second of a 1B, eagerly and compiled, and whether the texts are the same."""
     from toolkit.generation.compiled import compiler_for
     from toolkit.generation.generator import Generator
-    from toolkit.models.common.attention_choice import attention_choice
+    from toolkit.models.common.attention_choice import choose_attention
     from toolkit.models.meta_decoder import meta_decoder
     from toolkit.models.registry import resolve
 
     here = device()
     shape = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=512) if small else {}
     args = resolve("llama3.2", "1B", **shape)
-    model = meta_decoder(args, attention=attention_choice("auto", "", device=here.type, documents=False))
+    model = meta_decoder(args, attention=choose_attention("auto", "", device=here.type, documents=False))
     model.to(torch.bfloat16).to_empty(device=here).requires_grad_(False).eval()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.cpu.memory import keep_freed_memory
-from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
 from toolkit.models.common.args import ModelArgs
@@ -221,7 +221,7 @@ def _fill(model: nn.Module, case: Case) -> None:
         whole = torch.empty(shape)
         initialize([(name, whole)], SEED, lambda name: _rule(name, case.args))
         theirs = parameters.pop(_their_name(name, shapes, case.args, lora=case.lora))
-        part, (first, *_) = local_part(theirs)
+        part, (first, *_) = shard_and_offset(theirs)
         part.copy_(_their_rows(name, whole, case.args)[first : first + len(part)])
     assert not parameters, f"not filled: {', '.join(parameters)}"
 

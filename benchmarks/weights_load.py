@@ -29,11 +29,11 @@ from benchmarks.machine import describe
 from tests.helpers import run_world
 from toolkit.build import build_model
 from toolkit.config import Config
-from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.hardware import cores
 from toolkit.metrics.memory import resident_bytes
 from toolkit.parallel.mesh import build_mesh
-from toolkit.weights.load import load_weights, open_alike
+from toolkit.weights.load import load_weights, open_on_all_ranks
 from toolkit.weights.safetensors import SafetensorsFolder
 
 MB = 1e6
@@ -70,14 +70,14 @@ def ours(folder: str, broadcast: bool) -> Sample:
     )
     dist.barrier()
     start = time.perf_counter()
-    source = open_alike(lambda: SafetensorsFolder(Path(folder)), on_rank_0_alone=broadcast)
+    source = open_on_all_ranks(lambda: SafetensorsFolder(Path(folder)), only_rank_0=broadcast)
     tensors = dict(model_parts.named_parameters())
     load_weights(source, dict(tensors), broadcast_from_rank_0=broadcast)
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
     seconds = time.perf_counter() - start
-    shard = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
+    shard = sum(shard_and_offset(tensor)[0].nbytes for tensor in tensors.values())
     return Sample(seconds, begin, *resident_bytes(), shard, device_begin, *_on_device(device))
 
 

@@ -70,7 +70,7 @@ def test_rotation_and_its_gradient(dtype: torch.dtype) -> None:
     x, grad = (_random(2, 10, it, 32, dtype=dtype)[:, :, :4] for it in (4, 5))
     x.requires_grad_()
     rotations = rope.rope_rotations(small(dim=128, n_heads=4), torch.arange(10), dtype)
-    exact, found = rope.rotate(x, rotations), rope._turn.compiled(x, rotations)
+    exact, found = rope.rotate(x, rotations), rope._fused_rotate.compiled(x, rotations)
     # Two products and a sum in fp32, then one rounding, in both forms.
     torch.testing.assert_close(found, exact)
     torch.testing.assert_close(torch.autograd.grad(found, x, grad), torch.autograd.grad(exact, x, grad))

@@ -145,7 +145,7 @@ def _ahead(folder: Path) -> dict[str, Any]:
     guard = Guard(Health(loss_spike_policy="skip", loss_spike_window=2), lambda: memory)
     trainer.train_step.guard, trainer.train_step.limits = guard, guard.limits()
     trainer.train_step([next(batches) for _ in range(trainer.batch.accumulation)], learning_rate=1e-2)
-    assert guard.refusal and "is above 1, " in guard.refusal.reason
+    assert guard.rejected and "is above 1, " in guard.rejected.reason
     assert all(torch.equal(x, early[name]) for name, x in _tensors(trainer).items()), "a spike was trained on"
     trainer.train_step.guard = None
     _poison(trainer)
@@ -214,7 +214,7 @@ def test_gradients_of_one_unit_exist_at_a_time(two: list[dict[str, Any]]) -> Non
 def test_a_broken_gradient_is_named_and_the_update_admitted(two: list[dict[str, Any]]) -> None:
     for result in two:
         assert "rank 1: layers.1.feed_forward.w2.weight" in result["broken"]
-        assert "the parameters were updated by this step already" in result["broken"]
+        assert "the parameters were already updated by this step" in result["broken"]
         assert "were not updated" not in result["broken"]
 
 

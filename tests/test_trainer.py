@@ -333,8 +333,8 @@ def test_a_schedule_that_is_left_out_starts_again_and_one_that_is_not_goes_on(
 def test_a_folder_that_another_run_writes_to_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
     for result in results:
         run, checkpoints, only_read = result["shared"]
-        assert "job.dump_folder = " in run and "writes there" in run
-        assert "checkpoint.folder = " in checkpoints and "writes there" in checkpoints
+        assert "job.dump_folder = " in run and "is writing there" in run
+        assert "checkpoint.folder = " in checkpoints and "is writing there" in checkpoints
         assert not only_read
 
 

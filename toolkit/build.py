@@ -20,10 +20,10 @@ from toolkit.config.training import Loss
 from toolkit.distributed.process_group import DTYPES, native_dtype
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.from_config import attention_named
+from toolkit.models.from_config import attention_name
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import init_rule, is_classifier_head
-from toolkit.parallel.dims import takes_ring
+from toolkit.parallel.dims import uses_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.mesh import Mesh
@@ -46,7 +46,7 @@ def compiles(config: Config, device: torch.device) -> bool:
     """Report whether anything is compiled: the model, or on CUDA FlexAttention or fused parts."""
     if config.compile.enable or device.type != "cuda":
         return config.compile.enable
-    return bool(config.training.fused_parts) or attention_named(config, device.type) == "flex"
+    return bool(config.training.fused_parts) or attention_name(config, device.type) == "flex"
 
 
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
@@ -82,12 +82,12 @@ def build_model(
     fused.enable(config.training.fused_parts if device.type == "cuda" else ())
     cpu.enable(config.training.cpu_fast_paths)
     if compiles(config, device):
-        from toolkit.parallel.compile import keep_for_two_backwards, limit_recompilation, use_cache
+        from toolkit.parallel.compile import allow_split_backward, limit_recompilation, set_cache_folder
         from toolkit.parallel.pipeline_schedules import may_split_backward
 
-        use_cache(expand_user(config.compile.cache_folder))
+        set_cache_folder(expand_user(config.compile.cache_folder))
         limit_recompilation()
-        keep_for_two_backwards(may_split_backward(config.parallelism))
+        allow_split_backward(may_split_backward(config.parallelism))
     shards, offload = _shards(config, mesh), config.training.enable_cpu_offload
     stages = _stages(config, args, mesh)
     converters = None
@@ -102,13 +102,13 @@ def build_model(
     for modules in _modules_of_rank(stages, mesh):
         model = meta_decoder(
             args,
-            attention=attention_named(config, device.type),
+            attention=attention_name(config, device.type),
             loss_chunk_tokens=config.training.loss_chunk_tokens,
         )
         if modules:
-            from toolkit.parallel.pipeline_parallel import cut
+            from toolkit.parallel.pipeline_parallel import keep_stage
 
-            cut(model, modules)
+            keep_stage(model, modules)
         model.to(DTYPES[config.training.dtype])
         if config.finetune.chooses:
             from toolkit.finetune.converters import apply_finetune
@@ -129,7 +129,7 @@ def build_model(
             precision=mixed_precision(config.training, param_dtype),
             cpu_offload=offload,
             shards=shards,
-            ring=takes_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
+            ring=uses_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
             pareto_folder=expand_user(config.job.dump_folder) / "memory_budget",
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
@@ -155,21 +155,21 @@ def _initialize(
         new = [it for it in tensors if is_classifier_head(it[0], args) or not pretrained]
         initialize(new, seed, lambda name: init_rule(name, args))
         return
-    from toolkit.finetune.converters import added_init, settle
+    from toolkit.finetune.converters import added_init, init_from_weights
     from toolkit.finetune.parameters import added_shapes, is_added
-    from toolkit.weights.pretrained import to_fill
+    from toolkit.weights.pretrained import load_targets
 
     shapes = added_shapes(args, config.finetune)
     new = tensors
     if pretrained:
         new = [it for it in tensors if is_added(it[0]) or is_classifier_head(it[0], args)]
     initialize(
-        to_fill(new),
+        load_targets(new),
         seed,
         lambda name: added_init(name, shapes[name]) if name in shapes else init_rule(name, args),
     )
     if not pretrained:
-        settle(model_parts.models)
+        init_from_weights(model_parts.models)
 
 
 def _stages(config: Config, args: ModelArgs, mesh: Mesh) -> Stages | None:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit import __version__
-from toolkit.checkpoint.async_save import Background
+from toolkit.checkpoint.async_save import BackgroundWriter
+from toolkit.checkpoint.free_space import check_free_space
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, left_out, read_manifest, step_folder
-from toolkit.checkpoint.room import check_room
+from toolkit.checkpoint.manifest import committed_steps, parts_to_exclude, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.data.batch_size import BatchShape
@@ -81,7 +81,7 @@ class Checkpointer:
         self.say: Callable[[str], None] = lambda text: print(printable(text), flush=True)
         background = None
         if options.async_mode != "disabled":
-            background = Background(pinned=options.async_mode == "async_with_pinned_mem")
+            background = BackgroundWriter(pinned=options.async_mode == "async_with_pinned_mem")
         self.manager = CheckpointManager(
             expand_user(options.folder, inside=run_folder),
             keep_latest_k=options.keep_latest_k,
@@ -116,7 +116,7 @@ class Checkpointer:
         options = self._options
         if not options.load_only:
             self.manager.remove_leftovers(exports=self.exporter.folder)
-            check_room(
+            check_free_space(
                 self.manager.folder,
                 self.tensors(model_only=True).values(),
                 lambda: self.tensors(model_only=False).values(),
@@ -146,19 +146,19 @@ class Checkpointer:
     def _load_base(self) -> None:
         """Load the frozen base model of an adapter and record its identity."""
         from toolkit.finetune.base import base_of
-        from toolkit.finetune.converters import settle
-        from toolkit.weights.load import open_alike
+        from toolkit.finetune.converters import init_from_weights
+        from toolkit.weights.load import open_on_all_ranks
         from toolkit.weights.open import open_weights
-        from toolkit.weights.pretrained import fill
+        from toolkit.weights.pretrained import load_base_weights
 
         model_parts, options = self._model_parts, self._options
         if folder := pretrained_folder(self._config):
             self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
             path, ranks = options.initial_load_path, self.manager.ranks
-            source = open_alike(lambda: open_weights(path, ranks=ranks), group=self._group)
-            fill(model_parts, source, group=self._group)
-        settle(model_parts.models)
+            source = open_on_all_ranks(lambda: open_weights(path, ranks=ranks), group=self._group)
+            load_base_weights(model_parts, source, group=self._group)
+        init_from_weights(model_parts.models)
         self._base = self.manager.ranks.on_rank_0(lambda: base_of(self._config, self._metadata["model"]))
 
     def _load_hugging_face(self, folder: Path) -> None:
@@ -172,17 +172,17 @@ class Checkpointer:
 
     def _load_adapter(self, path: str) -> None:
         """Load an adapter with the same base that trains no parameters beyond those of this run."""
-        from toolkit.finetune.base import refuse_another_base
+        from toolkit.finetune.base import check_base
         from toolkit.finetune.open_adapter import open_adapter
         from toolkit.finetune.parameters import is_added
-        from toolkit.weights.load import load_weights, open_alike
+        from toolkit.weights.load import load_weights, open_on_all_ranks
 
         def open_checked() -> WeightSource:
             adapter = open_adapter(path, self._model_parts.models[0].args)
-            refuse_another_base(adapter.place, adapter.base or {}, self._base or {})
+            check_base(adapter.place, adapter.base or {}, self._base or {})
             return adapter
 
-        source = open_alike(open_checked, group=self._group)
+        source = open_on_all_ranks(open_checked, group=self._group)
         assert source is not None
         trained = {
             name: parameter
@@ -200,7 +200,7 @@ class Checkpointer:
             excluded += self._new_head(where)
         manifest = self.manager.load(where, tensors, exclude=excluded)
         self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=model_only, copies=True))
-        self._model_parts.forget_scales()
+        self._model_parts.reset_float8_scales()
         return manifest
 
     def _new_head(self, source: Path) -> list[str]:
@@ -217,9 +217,9 @@ class Checkpointer:
         manifest = self._load(where, without=excluded, model_only=False)
         run = manifest["run"]
         if self._base:
-            from toolkit.finetune.base import refuse_another
+            from toolkit.finetune.base import check_same_base
 
-            refuse_another(run.get("base"), self._base)
+            check_same_base(run.get("base"), self._base)
         if "train_state" not in excluded:
             state.step = manifest["step"]
             state.tokens = run.get("tokens", 0)
@@ -246,7 +246,7 @@ class Checkpointer:
         if not excluded or not isinstance(where, int):
             return excluded
         folder = step_folder(self.manager.folder, where)
-        return self.manager.ranks.on_rank_0(lambda: left_out(excluded, read_manifest(folder)["run"]))
+        return self.manager.ranks.on_rank_0(lambda: parts_to_exclude(excluded, read_manifest(folder)["run"]))
 
     def roll_back(self) -> int | None:
         """Load the newest checkpoint of an earlier step and return that step, or None if there is none.

@@ -75,7 +75,7 @@ class Exporter:
         Raises:
             CheckpointError, DataError: as :meth:`export`.
         """
-        from toolkit.weights.remote_folder import is_whole
+        from toolkit.weights.remote_folder import is_complete
 
         ranks, out, remote = self._manager.ranks, self._folder_of(step), self._remote_folder(step)
         if not self.due(step, last=last) or not ranks.on_rank_0(
@@ -85,7 +85,7 @@ class Exporter:
         if not ranks.on_rank_0(lambda: self._is_written(step)):
             self.export(step, final=last)
             return
-        if remote and not ranks.on_rank_0(lambda: is_whole(remote)):
+        if remote and not ranks.on_rank_0(lambda: is_complete(remote)):
             self._upload(out, remote, final=last)
         if last and self._options.push_to_hub:
             self._push(out, self._options.push_to_hub)

@@ -117,10 +117,12 @@ class TrainStep:
         measured = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
         grad_norm, count, stop_count, mean, *others = self._read(measured)
         if not (mean <= self.limits[0] and grad_norm <= self.limits[1]):  # True for NaN
-            from toolkit.parallel.nonfinite import refuse  # not needed while all losses are finite
+            from toolkit.parallel.nonfinite import reject_batch  # not needed while all losses are finite
 
             found: dict[str, Any] = {"loss": mean, "grad_norm": grad_norm}
-            refuse(model_parts, batches, local_sums[0], early=self.in_backward, guard=self.guard, **found)
+            reject_batch(
+                model_parts, batches, local_sums[0], early=self.in_backward, guard=self.guard, **found
+            )
         elif not self.updates_ahead:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
@@ -136,9 +138,9 @@ class TrainStep:
         """
         if not self.updates_ahead:
             return cast("list[float]", measured.tolist())
-        from toolkit.optim.update_ahead import Reading, update_ahead
+        from toolkit.optim.update_ahead import AsyncRead, update_ahead
 
-        reading = Reading(measured)
+        reading = AsyncRead(measured)
         sound = (measured[3] <= self.limits[0]) & (measured[0] <= self.limits[1])
-        update_ahead(self.optimizer, sound=sound, norm=measured[0], max_norm=self.max_norm)
+        update_ahead(self.optimizer, valid=sound, norm=measured[0], max_norm=self.max_norm)
         return reading.wait()

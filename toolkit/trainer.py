@@ -32,7 +32,7 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
-from toolkit.optim.lr_scheduler import cut_to_fit, is_users, learning_rate, wrong_rate
+from toolkit.optim.lr_scheduler import invalid_rate, is_registered, learning_rate, shortened_phases
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
 from toolkit.parallel.mesh import build_mesh
@@ -83,7 +83,7 @@ class Trainer:
                 self.checkpointer = self._checkpointer()
                 self.checkpointer.restore()
         self.total_steps = self.count_steps()
-        if config.training.epochs and is_users(config.lr_scheduler):
+        if config.training.epochs and is_registered(config.lr_scheduler):
             self._check_rates()
         self.hooks: list[StepHook] = []
         self.speed = self._speed_meter(self.hooks)
@@ -97,7 +97,7 @@ class Trainer:
         self.mesh = build_mesh(self.device, **asdict(layout))
         process_group.set_timeout(config.comm.init_timeout_seconds)
         timeout = config.comm.save_timeout_seconds
-        self.patient_group = process_group.patient_group(timeout_seconds=timeout)
+        self.file_group = process_group.new_file_group(timeout_seconds=timeout)
         shape = batch_shape(
             global_batch_size=config.training.global_batch_size,
             local_batch_size=config.training.local_batch_size,
@@ -148,7 +148,7 @@ class Trainer:
 
         return Checkpointer(
             self.config, self.folder, model_parts=self.model_parts, optimizer=self.optimizer,
-            position=self.loader, state=self.train_state, group=self.patient_group,
+            position=self.loader, state=self.train_state, group=self.file_group,
             metadata=run_metadata(self.config, self.args, self.mesh, self.batch),
         )  # fmt: skip
 
@@ -169,7 +169,7 @@ class Trainer:
         """
         done = self.train_state.step - self.train_state.schedule_start
         left = range(done + 1, self.total_steps - self.train_state.schedule_start + 1)
-        if problem := wrong_rate(self.config, left, total_steps=self.total_steps):
+        if problem := invalid_rate(self.config, left, total_steps=self.total_steps):
             raise ConfigError(problem)
 
     # Training
@@ -233,9 +233,7 @@ class Trainer:
             if step == first or last or step % self.config.metrics.log_freq == 0:
                 self._log_step(result)
             if step == first:
-                process_group.set_timeout(
-                    self.config.comm.train_timeout_seconds, except_for=self.patient_group
-                )
+                process_group.set_timeout(self.config.comm.train_timeout_seconds, except_for=self.file_group)
             # After a stop request time is short: save first, without validating.
             stop = result.stop
             if self.validation and self.validation.due(step, last=last) and not stop:
@@ -345,7 +343,7 @@ class Trainer:
                 f"{self.total_steps} steps: training.epochs {epochs}, "
                 f"{self.loader.epoch_samples:,} samples each"
             )
-            yield from cut_to_fit(self.config.lr_scheduler, self.total_steps)
+            yield from shortened_phases(self.config.lr_scheduler, self.total_steps)
         yield from (f"training: {line}" for line in self.loader.conversations())
         if self.validation:
             yield from (f"validation: {line}" for line in self.validation.loader.conversations())

@@ -182,7 +182,7 @@ class Terminal:
         self.distributed = dist.is_initialized()
         self.here = not self.distributed or dist.get_rank() == 0
         # A dialog may pause for days.
-        group = process_group.patient_group(timeout_seconds=_YEAR) if self.distributed else None
+        group = process_group.new_file_group(timeout_seconds=_YEAR) if self.distributed else None
         self._ranks = Ranks(group)
         self.interactive = self._ranks.on_rank_0(lambda: sys.stdin.isatty())
         if self.here and isinstance(sys.stdin, io.TextIOWrapper):

@@ -192,7 +192,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 def problems(nodes: Sequence[Node], found: Sequence[Link]) -> list[str]:
     """Describe problems that would break or slow down a run, with the machine."""
-    from toolkit.distributed.clocks import skewed
+    from toolkit.distributed.clocks import skew_warnings
 
     first = nodes[0]
     told = []
@@ -208,7 +208,7 @@ def problems(nodes: Sequence[Node], found: Sequence[Link]) -> list[str]:
             told.append(f"{node.host} has {node.device}, and {first.host} has {first.device}")
         if len(node.ranks) != len(first.ranks):
             told.append(f"{node.host} has {len(node.ranks)} ranks, and {first.host} has {len(first.ranks)}")
-    told += skewed({node.host: node.clock for node in nodes}, first.host)
+    told += skew_warnings({node.host: node.clock for node in nodes}, first.host)
     told += [f"the storage of {node.host} fails: {node.trouble}" for node in nodes if node.trouble]
     writes = sorted(node.write for node in nodes if node.write)
     for node in nodes:

@@ -23,13 +23,13 @@ from typing import Any
 from toolkit.checkpoint.manifest import (
     check_files,
     committed_steps,
-    named_steps,
+    invalid_steps,
     read_manifest,
     saved_settings,
     step_folder,
-    unsound_steps,
+    step_numbers,
 )
-from toolkit.checkpoint.retention import steps_in, superseded
+from toolkit.checkpoint.retention import step_storage, steps_to_delete
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -53,7 +53,7 @@ def checkpoints_in(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none, or it cannot be listed.
     """
-    named_steps(folder)  # says if it cannot be listed, which glob takes for empty
+    step_numbers(folder)  # says if it cannot be listed, which glob takes for empty
     inside = [path.parent for path in folder.glob("*/step-*") if path.parent.name != EXPORTS]
     if not folder.is_dir() or not (inside or any(folder.glob("step-*"))):
         raise CheckpointError(f"{folder} is no folder of checkpoints: there is no step-N in it")
@@ -68,8 +68,8 @@ def size(manifest: Mapping[str, Any]) -> int:
 def list_steps(folder: Path) -> Iterator[str]:
     """Format one line per checkpoint, then folders that are not checkpoints."""
     yield f"{'step':>9}  {'saved at':19}  {'GiB':>8}  {'tokens':>17}  mesh"
-    unsound = unsound_steps(folder)
-    for step in sorted({*named_steps(folder)} - unsound.keys()):
+    unsound = invalid_steps(folder)
+    for step in sorted({*step_numbers(folder)} - unsound.keys()):
         manifest = read_manifest(step_folder(folder, step))
         run = manifest["run"]
         yield (
@@ -79,7 +79,7 @@ def list_steps(folder: Path) -> Iterator[str]:
         )
     for step, reason in sorted(unsound.items()):
         yield f"{step:9}  no checkpoint: {reason}"
-    for path in steps_in(folder).leftovers(folder):
+    for path in step_storage(folder).leftovers(folder):
         yield f"{path.name}: left by a process that was killed; the run's next start clears it"
 
 
@@ -99,9 +99,9 @@ def inspect(step: Path, *, tensors: bool) -> Iterator[str]:
     }
     yield from (f"{name:22} {value}" for name, value in facts.items())
     if tensors:
-        from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
+        from toolkit.checkpoint.dcp_storage import read_metadata, tensor_entries
 
-        for name, entry in tensors_of(read_metadata(step, manifest["files"])).items():
+        for name, entry in tensor_entries(read_metadata(step, manifest["files"])).items():
             dtype, parts = str(entry.properties.dtype).removeprefix("torch."), len(entry.chunks)
             yield f"{name:60} {dtype:9} {tuple(entry.size)!s:20} in {parts} part{'s'[: parts > 1]}"
     yield from ("", *run.get("config", "").rstrip().splitlines())
@@ -135,14 +135,14 @@ def diff(left: Path, right: Path) -> Iterator[str]:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key}: {before.get(key)!r}, {after.get(key)!r}"
-    from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
+    from toolkit.checkpoint.dcp_storage import read_metadata, tensor_entries
     from toolkit.checkpoint.read_tensor import read_tensor
 
     for step, problems in verify([left, right]):
         if problems:
             raise CheckpointError(f"{step}: {'; '.join(problems)}")
     here, there = read_metadata(left, ours["files"]), read_metadata(right, theirs["files"])
-    names, others = tensors_of(here), tensors_of(there)
+    names, others = tensor_entries(here), tensor_entries(there)
     for name in sorted(names.keys() | others.keys()):
         if name not in names or name not in others:
             yield f"{name}: only in {left if name in names else right}"
@@ -179,7 +179,7 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
     newest = max(steps, default=0)
     run = read_manifest(step_folder(folder, newest))["run"] if steps else {}
     best = run.get("best_step") if saved_settings(run).get("checkpoint.keep_best") else None
-    doomed = superseded(
+    doomed = steps_to_delete(
         steps, newest=newest, keep_latest_k=keep_latest, keep_every_n=keep_every, also_kept=[best]
     )
     if doomed and not dry_run:
@@ -189,7 +189,7 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
     for step in doomed:
         if not dry_run:
             try:
-                steps_in(folder).delete(folder, step)
+                step_storage(folder).delete(folder, step)
             except OSError as error:
                 path = step_folder(folder, step)
                 raise CheckpointError(f"{path} could not be deleted: {error.strerror}") from None
@@ -230,7 +230,7 @@ def _verify(paths: Sequence[Path]) -> int:
             steps.append(path)
         else:
             folder = checkpoints_in(path)
-            found = [step_folder(folder, step) for step in named_steps(folder)]
+            found = [step_folder(folder, step) for step in step_numbers(folder)]
             if not found:
                 raise CheckpointError(f"there is no checkpoint in {folder}")
             steps += found

@@ -138,11 +138,11 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.Signals[stopped.name]
     verified = ", each tensor compared" if asked.verify else ""
     print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
-    if said := note_of(conversion.there):
+    if said := note_of(conversion.original):
         print(said)
-    if conversion.lacks:
+    if conversion.missing:
         who = "Meta's programs" if conversion.to == "meta" else "transformers"
-        lacking = f"no {', no '.join(conversion.lacks)}"
+        lacking = f"no {', no '.join(conversion.missing)}"
         print(f"{who} will find {lacking} next to it: put one there, or give the tokenizer with --tokenizer")
     if conversion.to == "dcp":
         print(f"to train from it: --checkpoint.initial_load_path {conversion.out}")

@@ -209,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
             f"GPU, {time.mfu:.1%} MFU",
             f"peak {memory.peak / _GIB:.1f} GiB of {machine.memory / _GIB:.0f}, in {memory.moment}",
         ]
-        title = f"{asked.config.stem}: {run.model_named}"
+        title = f"{asked.config.stem}: {run.model_label}"
         try:
             if asked.output.suffix == ".html":
                 write_html(asked.output, title, lines, figures)

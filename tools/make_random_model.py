@@ -28,12 +28,12 @@ from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.io import standard_streams
 from toolkit.io.tensor_file import whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.from_config import model_args, model_named
+from toolkit.models.from_config import model_args, model_label
 from toolkit.models.parameters import init_rule, parameter_count, parameter_shapes
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
-from toolkit.weights.source import Region, Stored
+from toolkit.weights.source import Region, StoredTensor
 from tools.arguments import flags_named, local_path
 
 
@@ -45,8 +45,8 @@ class InitialWeights:
 
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, seed: int, place: Path):
         self.args, self.dtype, self.seed, self.place = args, dtype, seed, place
-        self.tensors: Mapping[str, Stored] = {
-            name: Stored(shape, dtype) for name, shape in parameter_shapes(args).items()
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(shape, dtype) for name, shape in parameter_shapes(args).items()
         }
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         place = _placeholder(f"{args} {asked.dtype} {asked.seed}")
         source = InitialWeights(args, dtype=getattr(torch, asked.dtype), seed=asked.seed, place=place)
         total = parameter_count(args) * source.dtype.itemsize
-        print(f"{model_named(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
+        print(f"{model_label(config)}: {parameter_count(args):,} parameters, {total / 1e9:.2f} GB")
         with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
 
             def advance(count: int, bar: tqdm = bar) -> None:

@@ -31,7 +31,7 @@ fingerprint() { cat "$root/pyproject.toml" "$root/constraints.txt" | cksum; }
 stamp() { printf '%s/.installed-%s' "$venv" "${1:-base}"; }
 is_ours() { [[ -e $venv/.made-by-setup ]]; }
 # Its Python can go on being used: it runs, and no installation was cut short.
-is_whole() { supported "$venv/bin/python" && ! cut_short && compgen -G "$venv/.installed-*" >/dev/null; }
+is_complete() { supported "$venv/bin/python" && ! cut_short && compgen -G "$venv/.installed-*" >/dev/null; }
 cut_short() { [[ -e $venv/.installing ]]; }
 ready() {
   [[ -x $venv/bin/python ]] || return 1
@@ -95,7 +95,7 @@ with_ticker() {
 
 install() {
   local base=$1
-  if is_ours && ! is_whole; then
+  if is_ours && ! is_complete; then
     say "an earlier installation was interrupted, or its Python is gone: starting again"
     find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
   fi
@@ -133,7 +133,7 @@ set_up() {
     say "  fix: .venv/bin/python -m pip install -c constraints.txt -e '.${extra:+[$extra]}', or remove .venv"
     return 1
   fi
-  is_whole || base=$(find_base)
+  is_complete || base=$(find_base)
   mkdir -p "$venv"
   exec 9>"$venv/.lock"
   if command -v flock >/dev/null && ! flock -n 9; then

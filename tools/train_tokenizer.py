@@ -176,7 +176,7 @@ def run(corpus: Iterable[str], form: str, size: int) -> bytes:
     """Content of a tokenizer file of ``size`` entries, in one of the formats."""
     if form == "sentencepiece":
         return sentencepiece_file(corpus, size)
-    if form == "tiktoken" and not FORM.covers(size - FORM.n_special):
+    if form == "tiktoken" and not FORM.matches(size - FORM.n_special):
         raise _bad_size(size, "a tiktoken file of so many ranks would be read as another model's")
     ranks = train_ranks(corpus, size - FORM.n_special)
     return tiktoken_file(ranks) if form == "tiktoken" else json_file(ranks)

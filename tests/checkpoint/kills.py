@@ -28,10 +28,10 @@ from threading import Event, Thread
 
 from tests.processes import children, runs
 from tests.s3_server import BUCKET, Server
-from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
+from toolkit.checkpoint.dcp_storage import read_metadata, tensor_entries
 from toolkit.checkpoint.manifest import check_files, committed_steps, read_manifest, step_folder
 from toolkit.checkpoint.read_tensor import read_tensor
-from toolkit.checkpoint.retention import steps_in
+from toolkit.checkpoint.retention import step_storage
 from toolkit.config.local_paths import expand_user
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def start(folder: Path, mode: str, kill: Kill | None, server: Server | None = No
     """One start of the run in ``folder``, with saves by ``checkpoint.async_mode`` = ``mode``."""
     checkpoints = checkpoints_of(folder, server)
     outcome = Outcome(kill, before=_newest(checkpoints))
-    log, old = folder / "log.txt", steps_in(checkpoints).leftovers(checkpoints)
+    log, old = folder / "log.txt", step_storage(checkpoints).leftovers(checkpoints)
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "toolkit.launch", *_FLAGS, f"--job.dump_folder={folder}"]
     command += [f"--checkpoint.async_mode={mode}", f"--data.cache_folder={folder.parent / 'cache'}"]
@@ -134,7 +134,7 @@ def start(folder: Path, mode: str, kill: Kill | None, server: Server | None = No
     if server:
         falling.join()
     _look(outcome, checkpoints, log.read_text(errors="replace"), ranks, process.wait())
-    outcome.unfinished_save = not set(steps_in(checkpoints).leftovers(checkpoints)) <= set(old)
+    outcome.unfinished_save = not set(step_storage(checkpoints).leftovers(checkpoints)) <= set(old)
     return outcome
 
 
@@ -216,7 +216,7 @@ def result(folder: Path, server: Server | None = None) -> Mapping[str, str]:
     losses = {f"loss {record['step']}": repr(record["loss"]) for record in records if "loss" in record}
     last = step_folder(checkpoints_of(folder, server), STEPS)
     metadata = read_metadata(last, read_manifest(last)["files"])
-    tensors = {name: read_tensor(last, metadata, name) for name in tensors_of(metadata)}
+    tensors = {name: read_tensor(last, metadata, name) for name in tensor_entries(metadata)}
     return losses | {
         name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()
     }

@@ -23,7 +23,7 @@ from tests.training import small_config, small_trainer
 from toolkit import validate
 from toolkit.checkpoint import dcp_storage
 from toolkit.checkpoint import manager as manager_module
-from toolkit.checkpoint.async_save import Background
+from toolkit.checkpoint.async_save import BackgroundWriter
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest
 from toolkit.errors import CheckpointError
@@ -52,7 +52,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Gate]:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(tmp_path / "checkpoint", background=Background(), say=lambda text: None)
+    return CheckpointManager(tmp_path / "checkpoint", background=BackgroundWriter(), say=lambda text: None)
 
 
 def _load(manager: CheckpointManager, step: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_a_write_that_fails_is_raised_once_and_costs_nothing_else(
 
 
 def test_copies_are_made_in_the_same_memory_each_time() -> None:
-    background, weight = Background(), torch.ones(1000)
+    background, weight = BackgroundWriter(), torch.ones(1000)
     first = background.copy({"model.weight": weight.detach()})["model.weight"]
     weight.mul_(3)
     second = background.copy({"model.weight": weight.detach()})["model.weight"]
@@ -118,7 +118,7 @@ def test_copies_are_made_in_the_same_memory_each_time() -> None:
 
 
 def test_a_copy_is_of_the_dtype_and_shape_that_are_there() -> None:
-    background = Background()
+    background = BackgroundWriter()
     for tensor in (torch.ones(4), torch.ones(4, dtype=torch.bfloat16), torch.ones(2, 3), torch.tensor(5.0)):
         copied = background.copy({"model.weight": tensor})["model.weight"]
         assert (copied.dtype, copied.shape) == (tensor.dtype, tensor.shape)
@@ -129,7 +129,7 @@ def _save_while_reducing(folder: str) -> tuple[float, bool, bool]:
     """Two ranks train, here by an all-reduce, while shards are written through a group of its own."""
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.arange(10_001.0), mesh, [Shard(0)])
-    manager = CheckpointManager(folder, background=Background(), group=dist.new_group())
+    manager = CheckpointManager(folder, background=BackgroundWriter(), group=dist.new_group())
     total = torch.zeros(())
     for step in range(1, 6):
         manager.save(step, {"model.weight": weight}, {})
@@ -143,7 +143,7 @@ def _save_while_reducing(folder: str) -> tuple[float, bool, bool]:
     manager.load(3, {"model.weight": found})
     whole = found.full_tensor()
     before = weight.to_local().clone()
-    copied = Background().copy({"model.weight": weight})["model.weight"]
+    copied = BackgroundWriter().copy({"model.weight": weight})["model.weight"]
     weight.to_local().add_(1)
     alike = isinstance(copied, DTensor) and copied.placements == weight.placements
     kept = alike and torch.equal(copied.to_local(), before)

@@ -126,7 +126,7 @@ def test_loads_by_step_and_by_path(saved, tmp_path):
 
 
 def test_absent_steps_are_told_with_those_that_are_there(saved, tmp_path):
-    with pytest.raises(CheckpointError, match="step 7 .*; there are: 5"):
+    with pytest.raises(CheckpointError, match="step 7 .*; available: 5"):
         saved.load(7, _empty())
     empty = CheckpointManager(tmp_path / "none")
     assert empty.latest() is None
@@ -168,7 +168,7 @@ def test_damaged_files_are_named(saved, kind, damage, said):
     damage(saved.folder / "step-5" / kind)
     with pytest.raises(CheckpointError, match=said.format(kind)) as caught:
         saved.load(5, _empty())
-    assert "fix:  take another step (in a run by checkpoint.load_step)" in str(caught.value)
+    assert "fix:  use another step (in a run by checkpoint.load_step)" in str(caught.value)
 
 
 def test_names_and_shapes_that_do_not_fit_come_in_one_message(saved):
@@ -180,8 +180,8 @@ def test_names_and_shapes_that_do_not_fit_come_in_one_message(saved):
         saved.load(5, target)
     message = str(error.value)
     assert "not in the checkpoint: model.extra" in message
-    assert "model.weight (9, 4) there, (9, 5) here" in message
-    assert "not in this model: model.norm" in message
+    assert "model.weight (9, 4) in the checkpoint, (9, 5) in the model" in message
+    assert "in the checkpoint but not in this model: model.norm" in message
     assert not any(tensor.any() for tensor in target.values())
 
 
@@ -391,7 +391,7 @@ def _export_and_die(out):
     _die_between_renames()
     work = work_folder.work_folder(out, "again")
     work.mkdir()
-    work_folder.take_place(work, out)
+    work_folder.replace_folder(work, out)
 
 
 @pytest.mark.parametrize("point", _DEATHS)
@@ -451,7 +451,7 @@ def test_a_pickle_in_the_metadata_does_not_run(saved, tmp_path):
     folder = saved.folder / "step-5"
     (folder / ".metadata").write_bytes(pickle.dumps(_Harm(tmp_path / "harm")))
     seal(folder)
-    with pytest.raises(CheckpointError, match=r"refused: it names posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"rejected: it refers to posix\.mkdir"):
         saved.load(5, _empty())
     assert not (tmp_path / "harm").exists()
 
@@ -472,7 +472,7 @@ def test_getattr_in_the_metadata_gives_members_of_enums_alone():
 
     contiguous = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     assert load(_ByName(_MEM_FORMAT_ENCODING, contiguous.name)) is contiguous
-    with pytest.raises(CheckpointError, match=r"it names builtins\.getattr"):
+    with pytest.raises(CheckpointError, match=r"it refers to builtins\.getattr"):
         load(_ByName(torch.Size, "count"))
 
 
@@ -539,30 +539,30 @@ def _split(index, rows, start=0, name="model.weight"):
 
 
 TAMPERED = {
-    "no chunk": (lambda i: i.state_dict_metadata["model.weight"].chunks.clear(), "overlap or leave holes"),
-    "a hole": (lambda i: setattr(_chunk(i), "sizes", torch.Size((8, 4))), "overlap or leave holes"),
+    "no chunk": (lambda i: i.state_dict_metadata["model.weight"].chunks.clear(), "overlap or leave gaps"),
+    "a hole": (lambda i: setattr(_chunk(i), "sizes", torch.Size((8, 4))), "overlap or leave gaps"),
     "twice": (lambda i: i.state_dict_metadata["model.weight"].chunks.append(_chunk(i)), "overlap or leave"),
-    "an overlap": (lambda i: _split(i, rows=6, start=5), "overlap or leave holes"),
-    "a hole between": (lambda i: _split(i, rows=4, start=5), "overlap or leave holes"),
-    "two in the same place": (lambda i: _split(i, rows=5, start=5), "have the same bytes of __0_0.distcp"),
+    "an overlap": (lambda i: _split(i, rows=6, start=5), "overlap or leave gaps"),
+    "a hole between": (lambda i: _split(i, rows=4, start=5), "overlap or leave gaps"),
+    "two in the same place": (lambda i: _split(i, rows=5, start=5), "share bytes of __0_0.distcp"),
     "outside": (lambda i: setattr(_chunk(i), "offsets", torch.Size((1, 0))), "outside its shape"),
     "of other dimensions": (lambda i: setattr(_chunk(i), "sizes", torch.Size((9,))), "outside its shape"),
     "stored nowhere": (
         lambda i: [i.storage_data.pop(at) for at in list(i.storage_data) if at.fqn == "model.weight"],
-        "a chunk of model.weight is stored nowhere",
+        "a chunk of model.weight is not stored",
     ),
     "another tensor's place": (
         lambda i: vars(_at(i, "model.weight")).update(vars(_at(i, "model.norm"))),
-        "have the same bytes",
+        "share bytes",
     ),
     "a larger tensor": (
         lambda i: (
             setattr(i.state_dict_metadata["model.norm"], "size", torch.Size((40,))),
             setattr(_chunk(i, "model.norm"), "sizes", torch.Size((40,))),
         ),
-        "model.norm in .* is not the piece that the index tells of",
+        "model.norm in .* does not match the chunk in the index",
     ),
-    "no numbers": (lambda i: setattr(_chunk(i), "sizes", ("a", "b")), "has a shape that is none"),
+    "no numbers": (lambda i: setattr(_chunk(i), "sizes", ("a", "b")), "has an invalid shape"),
 }
 
 
@@ -588,7 +588,9 @@ def test_properties_as_torch_2_15_writes_them_are_read_and_later_ones_rejected(s
         saved.load(5, target)
         _assert_equal(target, _tensors())
     else:
-        with pytest.raises(CheckpointError, match="torch 2.11 to 2.14 write 5 .*2.15 one more; here are 7"):
+        with pytest.raises(
+            CheckpointError, match="torch 2.11 to 2.14 write 5 .*2.15 one more; this file has 7"
+        ):
             saved.load(5, target)
 
 
@@ -604,7 +606,7 @@ def test_a_tensor_larger_than_what_is_stored_of_it_is_refused(saved, change):
         place.offset, place.length = len(content), len(piece)
 
     change_index(folder, replace)
-    with pytest.raises(CheckpointError, match="are said to be there, and .* are stored"):
+    with pytest.raises(CheckpointError, match="it should have .* are stored"):
         saved.load(5, _empty())
 
 

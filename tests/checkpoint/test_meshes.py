@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.helpers import run_world
 from tests.meshes import SINCE_2_13
 from tests.training import small_config, small_trainer
-from toolkit.checkpoint.dcp_storage import read_metadata, tensors_of
+from toolkit.checkpoint.dcp_storage import read_metadata, tensor_entries
 from toolkit.checkpoint.manifest import read_manifest, step_folder
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.trainer import Trainer
@@ -162,7 +162,7 @@ def _together(of_ranks: Iterable[Digests]) -> Digests:
 def _stored(mesh: str, folder: Path) -> dict[str, tuple[Any, ...]]:
     """Shapes and types of what a mesh saved, by name."""
     saved = step_folder(folder / mesh / "checkpoint", SAVED)
-    tensors = tensors_of(read_metadata(saved, read_manifest(saved)["files"]))
+    tensors = tensor_entries(read_metadata(saved, read_manifest(saved)["files"]))
     return {name: (tuple(tensor.size), tensor.properties.dtype) for name, tensor in tensors.items()}
 
 

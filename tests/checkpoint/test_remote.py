@@ -18,9 +18,9 @@ from torch import Tensor
 from tests.preflight.bad_runs import CPU
 from tests.s3_server import Server, running_here
 from toolkit.checkpoint import manager as manager_module
-from toolkit.checkpoint.async_save import Background
+from toolkit.checkpoint.async_save import BackgroundWriter
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.checkpoint.manifest import committed_steps, read_manifest, unsound_steps
+from toolkit.checkpoint.manifest import committed_steps, invalid_steps, read_manifest
 from toolkit.checkpoint.remote_steps import leftovers
 from toolkit.config import load_config
 from toolkit.config.local_paths import expand_user
@@ -85,7 +85,7 @@ def test_what_is_saved_is_loaded_and_the_oldest_goes(
     url: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    manager = _manager(url, keep_latest_k=2, background=Background() if background else None)
+    manager = _manager(url, keep_latest_k=2, background=BackgroundWriter() if background else None)
     for step in (1, 2, 3):
         manager.save(step, _tensors(step), {"tokens": step})
     assert manager.latest() == 3
@@ -107,7 +107,7 @@ def test_a_save_that_fails_leaves_the_one_before(server: Server, url: str, momen
     manager.save(1, _tensors(1), {})
     name = {"shard": "step-2/__0_0", "index": "step-2/.metadata", "manifest": "step-2/manifest"}[moment]
     server.fail("PUT", name, status=403, code="AccessDenied")
-    with pytest.raises(CheckpointError, match="(?s)not saved .*may not do that.*Earlier checkpoints are as"):
+    with pytest.raises(CheckpointError, match="(?s)not saved .*lack permission.*checkpoints are unchanged"):
         manager.save(2, _tensors(2), {})
     assert manager.latest() == 1 and _equal(_loaded(manager), _tensors(1))
     assert leftovers(manager.folder) == []
@@ -130,12 +130,12 @@ def test_what_a_killed_save_leaves_counts_for_nothing_and_goes(
             _begin_upload(manager.folder / large)
         else:
             manager.save(2, _tensors(2), {})
-            assert list(unsound_steps(manager.folder)) == [2]
+            assert list(invalid_steps(manager.folder)) == [2]
     assert committed_steps(manager.folder) == [1]
     assert _equal(_loaded(manager), _tensors(1))
     said.clear()
     manager.remove_leftovers()
-    assert len(said) == 1 and ("ended 1 uploads" if large else "removed step-2") in said[0]
+    assert len(said) == 1 and ("aborted 1 uploads" if large else "removed step-2") in said[0]
     assert [path.name for path in manager.folder.iterdir()] == ["step-1"]
     manager.remove_leftovers()
     assert len(said) == 1
@@ -155,8 +155,8 @@ def test_uploads_that_a_killed_save_left_in_a_bucket_without_a_folder_are_ended(
     bucket = RemotePath("s3://bucket")
     monkeypatch.setattr(remote_path, "PART", 5 << 20)
     _begin_upload(bucket / "step-2" / "__0_0.distcp")
-    assert remote_path.end_uploads(bucket) == 1
-    assert remote_path.end_uploads(bucket) == 0
+    assert remote_path.abort_uploads(bucket) == 1
+    assert remote_path.abort_uploads(bucket) == 0
 
 
 def test_a_store_that_stumbles_is_asked_again(server: Server, url: str) -> None:
@@ -229,11 +229,11 @@ def test_the_tool_reads_a_url(url: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 FAULTS = {
-    "quota": ({"status": 403, "code": "QuotaExceeded"}, "the quota of the store is used up"),
-    "full disk": ({"status": 507, "code": "XMinioStorageFull"}, "the quota of the store is used up"),
+    "quota": ({"status": 403, "code": "QuotaExceeded"}, "the quota of the store is exceeded"),
+    "full disk": ({"status": 507, "code": "XMinioStorageFull"}, "the quota of the store is exceeded"),
     "clock": ({"status": 403, "code": "RequestTimeTooSkewed"}, "the clock of this machine is wrong"),
     "expired": ({"status": 400, "code": "ExpiredToken"}, "the credentials have expired"),
-    "not allowed": ({"status": 403, "code": "AccessDenied"}, "these credentials may not do that"),
+    "not allowed": ({"status": 403, "code": "AccessDenied"}, "the credentials lack permission"),
 }
 
 
@@ -273,7 +273,7 @@ def test_a_store_that_is_gone_is_waited_for_only_so_long(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     remote_calls.file_system.cache_clear()
     try:
-        with pytest.raises(StorageError, match="(?s)did not answer for .* s .*see if the store is up"):
+        with pytest.raises(StorageError, match="(?s)did not answer for .* s .*check that the store is up"):
             committed_steps(expand_user(url))
     finally:
         remote_calls.file_system.cache_clear()
@@ -284,7 +284,7 @@ def test_a_damaged_answer_is_no_missing_checkpoint(server: Server, url: str) -> 
     manager = _manager(url)
     manager.save(1, _tensors(1), {})
     server.fail("GET", "step-1/manifest", status=403, code="AccessDenied")
-    with pytest.raises(StorageError, match="may not do that"):
+    with pytest.raises(StorageError, match="lack permission"):
         manager.latest()
     assert manager.latest() == 1
 
@@ -349,7 +349,7 @@ def test_weights_are_converted_from_a_url_to_another(
     assert all(torch.equal(back.read(name), before.read(name)) for name in before.tensors)
     capsys.readouterr()
     assert convert_weights.main(["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
-    assert f"{url}/back is there already" in capsys.readouterr().err
+    assert f"{url}/back exists: choose" in capsys.readouterr().err
     assert convert_weights.main(["hf-to-dcp", f"{url}/none", str(tmp_path / "out")]) == EXIT_DATA
     assert f"{url}/none does not exist" in capsys.readouterr().err
 
@@ -395,11 +395,11 @@ def test_an_upload_that_fails_leaves_nothing_and_is_told(
     def fails(code: int, *said: str) -> None:
         assert convert_weights.main(command) == code
         err = capsys.readouterr().err
-        assert all(words in err for words in said) and "stay in" not in err, err
+        assert all(words in err for words in said) and "are kept in" not in err, err
         assert not any((tmp_path / "tmp").glob("upload-*")) and not RemotePath(f"{url}/meta").is_dir()
 
     server.fail("PUT", "meta/params.json", status=403, code="AccessDenied")
-    fails(EXIT_DATA, "may not do that")
+    fails(EXIT_DATA, "lack permission")
     with monkeypatch.context() as patched:
         patched.setattr(
             "toolkit.weights.convert.write_meta", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
@@ -431,7 +431,7 @@ def test_the_next_start_uploads_an_export_that_the_store_has_not(
     exporter = Exporter(config, tmp_path / "hf", manager, say=print)
     there = manager.folder / "hf" / "step-1"
     server.fail("PUT", "hf/step-1/adapter_model", status=403, code="AccessDenied")
-    with pytest.raises(CheckpointError, match="(?s)NOT UPLOADED: .*may not do that.*uploads it again"):
+    with pytest.raises(CheckpointError, match="(?s)NOT UPLOADED: .*lack permission.*uploads it again"):
         exporter.export(1, final=True)
     for _ in range(2):
         exporter.export_missed(1, last=True)

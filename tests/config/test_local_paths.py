@@ -36,7 +36,7 @@ def test_every_key_that_is_a_path_of_this_machine(field: Field) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([f"--{key}=s3://bucket/run"])
     assert str(caught.value).startswith(
-        f"--{key}: {key} = 's3://bucket/run'\n  rule: s3:// is a URL, and only"
+        f"--{key}: {key} = 's3://bucket/run'\n  rule: s3:// is a URL, but only"
     )
     assert len(caught.value.problems) == 1
 
@@ -60,8 +60,8 @@ def test_files_of_a_config(tmp_path: Path) -> None:
         ("./a://b", "write a path without ://"),
         ("az://container/a", "copy it to a local disk or mount it"),
         ("a.txt, S3://bucket/b.txt", "copy it to a local disk or mount it"),
-        ("file:///data/run", "write the path alone: /data/run"),
-        ("file://localhost/data/run", "write the path alone: /data/run"),
+        ("file:///data/run", "write only the path: /data/run"),
+        ("file://localhost/data/run", "write only the path: /data/run"),
         ("hf://meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir ./Llama-3.2-1B"),
         ("https://huggingface.co/datasets/allenai/c4", "hf download --repo-type dataset allenai/c4 --local"),
     ],
@@ -76,8 +76,8 @@ def test_a_path_is_no_url(text: str) -> None:
     assert url_problem(text) is None
 
 
-_NO_STORE = "hf:// names no object storage"
-_HERE_ALONE = ":// is a URL, and only files and folders of this machine"
+_NO_STORE = "hf:// is not a writable object storage"
+_HERE_ALONE = ":// is a URL, but only local files and folders"
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert check(load_config([f"--{option}" for option in options]), world_size=1, hardware=CPU) == []
         monkeypatch.setattr(_Ranges, "parts", False)
         monkeypatch.setattr("toolkit.storage.remote_path._FIRST_BLOCK", 64)
-        with pytest.raises(DataError, match="sends whole files"):
+        with pytest.raises(DataError, match="sends entire files"):
             rows(loader(f"{address}/2.jsonl"), 20)
         server.shutdown()
 

@@ -7,7 +7,7 @@ import time
 import torch.distributed as dist
 
 from tests.helpers import run_world
-from toolkit.distributed.clocks import clock_offsets, clock_skew, skewed
+from toolkit.distributed.clocks import clock_offsets, clock_skew, skew_warnings
 
 
 def _offsets(ahead: list[float]) -> tuple[list[float], list[str]]:
@@ -25,7 +25,7 @@ def test_offsets_are_found_on_every_rank() -> None:
 
 
 def test_a_clock_that_is_off_is_named() -> None:
-    told = skewed({"a": 0.0, "b": 3.25, "c": -0.4, "d": -20.0}, "a")
+    told = skew_warnings({"a": 0.0, "b": 3.25, "c": -0.4, "d": -20.0}, "a")
     assert [line.split(":")[0] for line in told] == [
         "the clock of b is 3.2 s ahead of that of a",
         "the clock of d is 20.0 s behind that of a",

@@ -57,7 +57,7 @@ def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pyt
 
 def test_gpus_that_the_checks_did_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _sees(monkeypatch, 2)
-    assert "nvidia-smi shows no GPU here, and torch finds 2" in _refused("cpu")
+    assert "nvidia-smi shows no GPU, but torch finds 2" in _refused("cpu")
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_no_run_says_gpu_and_trains_on_the_cpu(device: str, code: int, tmp_path:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == code, ended.stderr
-    assert "Traceback" not in ended.stderr and ended.stderr.count("torch can use none") == (code == 2)
+    assert "Traceback" not in ended.stderr and ended.stderr.count("torch cannot use them") == (code == 2)
     assert ("on NVIDIA H100" in ended.stdout) == (device == "auto") and ("step 1/1" in ended.stdout) == (
         code == 0
     )
@@ -94,7 +94,7 @@ def test_no_run_says_gpu_and_trains_on_the_cpu(device: str, code: int, tmp_path:
 
 def _threads_of_groups() -> list[int]:
     build_mesh(torch.device("cpu"), pp=2, tp=2)
-    process_group.patient_group(timeout_seconds=60)
+    process_group.new_file_group(timeout_seconds=60)
     groups = list(dist.distributed_c10d._world.pg_map)
     return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
 
@@ -102,7 +102,7 @@ def _threads_of_groups() -> list[int]:
 _WAIT = """
 import torch
 from toolkit.distributed import process_group
-process_group._PATIENCE = 0.2
+process_group._WARN_AFTER = 0.2
 process_group.start(torch.device("cpu"), timeout_seconds=2)
 """
 
@@ -132,7 +132,7 @@ def _group_for_files_beside_a_gpu() -> str:
     dist.init_process_group(f"cpu:{process_group.GLOO},cuda:gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    group = process_group.patient_group(timeout_seconds=60)
+    group = process_group.new_file_group(timeout_seconds=60)
     process_group.set_timeout(30, except_for=group)
     dist.all_reduce(torch.ones(1), group=group)
     return dist.get_backend(group)

@@ -84,11 +84,11 @@ class Counting(SGD):
 BUFFER = {"momentum_buffer": torch.zeros(3)}
 WRONG_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "returns None, not a torch.optim.Optimizer": lambda named: None,
-    "leaves out second, which require": lambda named: SGD([named[0][1]], lr=1),
+    "omits second, which require": lambda named: SGD([named[0][1]], lr=1),
     r"no method fresh_state": lambda named: SGD(named, lr=1),
     r"is a list": lambda named: Counting(named, [1]),
     r"and is momentum_buffer of Tensor, count of int": lambda named: Counting(named, BUFFER, {"count": 3}),
-    r"gives \[\], but after a step there are \['momentum_buffer'\]": lambda named: Counting(named, {}),
+    r"returns \[\], but a step creates \['momentum_buffer'\]": lambda named: Counting(named, {}),
     r"gives momentum_buffer the shape \(\), but after a step it has \(3,\)": lambda named: Counting(
         named, {"momentum_buffer": torch.zeros(())}
     ),
@@ -131,7 +131,7 @@ def test_an_optimizer_that_keeps_something_in_its_groups(
 ) -> None:
     """It is in no checkpoint, and would count parameters for steps where each is updated by itself."""
     keep = IN_GROUPS[name]
-    with pytest.raises(ConfigError, match=f"its step changes {name} of a group"):
+    with pytest.raises(ConfigError, match=f"its step changes {name} of a parameter group"):
         decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
     decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
 
@@ -159,7 +159,7 @@ CONVERTS: dict[str, Callable[[nn.Module], Any]] = {
         "extra", nn.Parameter(torch.ones(2))
     ),
     "adds, removes, reshapes or casts bias, weight": lambda model: model.to(torch.bfloat16),
-    "trains bias, which is frozen": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(2))),
+    "unfreezes bias": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(2))),
 }
 
 

@@ -16,7 +16,7 @@ from toolkit.finetune.converters import apply_finetune
 from toolkit.finetune.parameters import added_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.weights.source import Stored
+from toolkit.weights.source import StoredTensor
 
 ARGS = small(n_kv_heads=2, head_dim=8)
 TOKENS, _ = tokens_and_labels(2, 40)
@@ -44,7 +44,7 @@ class OfModel:
     def __init__(self, model: Decoder, place: Path):
         self.place, self.args = place, model.args
         self.values = {name: it.detach() for name, it in model.named_parameters()}
-        self.tensors = {name: Stored(tuple(it.shape), it.dtype) for name, it in self.values.items()}
+        self.tensors = {name: StoredTensor(tuple(it.shape), it.dtype) for name, it in self.values.items()}
 
     def read(self, name: str, region: Any = None, out: Tensor | None = None) -> Tensor:
         value = self.values[name] if region is None else self.values[name][tuple(region)]

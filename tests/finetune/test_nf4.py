@@ -24,8 +24,8 @@ from toolkit.parallel.dims import degrees
 from toolkit.parallel.init_weights import initial_rows
 from toolkit.parallel.mesh import build_mesh
 from toolkit.weights import load
-from toolkit.weights.pretrained import fill
-from toolkit.weights.source import Region, Stored
+from toolkit.weights.pretrained import load_base_weights
+from toolkit.weights.source import Region, StoredTensor
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,13 +49,13 @@ def test_codes_scales_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype) 
     assert torch.equal(ours[3], original[3]) and torch.equal(ours[4, 64:128], original[4, 64:128])
 
 
-def test_what_is_quantised_again_stays_and_parts_are_those_of_the_whole() -> None:
+def test_what_is_quantized_again_stays_and_parts_are_those_of_the_whole() -> None:
     original = weight(128, 256)
     packed = nf4.quantize(original)
     assert packed.numel() * 8 == original.numel() * 4.5
     assert torch.equal(nf4.quantize(nf4.dequantize(packed, torch.float32)), packed)
     assert torch.equal(nf4.quantize(original[5:70, 64:192]), packed[5:70, 36:108])
-    with patch.object(nf4, "_AT_ONCE", 1000):  # rows in several parts
+    with patch.object(nf4, "_CHUNK", 1000):  # rows in several parts
         part = nf4.dequantize(packed[5:70], torch.float64)
     assert torch.equal(nf4.dequantize(packed, torch.float64)[5:70], part)
 
@@ -95,7 +95,7 @@ class Whole:
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.whole = tensors
-        self.tensors = {name: Stored(tuple(it.shape), it.dtype) for name, it in tensors.items()}
+        self.tensors = {name: StoredTensor(tuple(it.shape), it.dtype) for name, it in tensors.items()}
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         part = self.whole[name] if region is None else self.whole[name][region]
@@ -120,9 +120,9 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _differing(folder: str, layout: str, broadcast: bool) -> dict[str, Any]:
-    """Names of weights in 4 bits that differ from those quantised whole, as they are drawn and as they are
+    """Names of weights in 4 bits that differ from those quantized whole, as they are drawn and as they are
     loaded; of DoRA's magnitudes that are no lengths of their rows; and all names that were compared. With the
-    most numbers that were quantised at once to load them."""
+    most numbers that were quantized at once to load them."""
     config = small_config(
         folder,
         model={"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256, "vocab_size": 96},
@@ -165,7 +165,7 @@ def _differing(folder: str, layout: str, broadcast: bool) -> dict[str, Any]:
 
     with patch.object(nf4, "quantize", watched), patch.object(load, "BLOCK_BYTES", BLOCK_BYTES):
         alone = broadcast and dist.get_rank() > 0
-        fill(parts, None if alone else source, broadcast=broadcast, group=dist.group.WORLD)  # type: ignore
+        load_base_weights(parts, None if alone else source, broadcast=broadcast, group=dist.group.WORLD)  # type: ignore
     return found | {"loaded": differing(source.whole.__getitem__), "at once": max(sizes)}
 
 
@@ -178,7 +178,7 @@ def _all_layouts(folder: str) -> list[dict[str, Any]]:
 
 
 @sharded
-def test_weights_are_quantised_block_by_block_to_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
+def test_weights_are_quantized_block_by_block_to_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
     for rank in run_world(_all_layouts, 4, str(tmp_path)):
         for found in rank:
             assert len(found["names"]) in (7, 14)  # of a stage, of the model
@@ -211,7 +211,7 @@ def _from_a_checkpoint(folder: str) -> list[str]:
 
 
 @sharded
-def test_a_checkpoint_of_the_whole_model_is_quantised_as_it_is_read(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_whole_model_is_quantized_as_it_is_read(tmp_path: Path) -> None:
     assert run_world(_from_a_checkpoint, 2, str(tmp_path)) == [[], []]
 
 

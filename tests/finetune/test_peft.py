@@ -230,7 +230,7 @@ def _renamed(folder: Path) -> None:
     ("spoil", "said"),
     [
         (_change(peft_type="IA3"), 'peft_type = "IA3"'),
-        (_change(r=0), "r = 0: must be a positive whole number"),
+        (_change(r=0), "r = 0: must be a positive integer"),
         (_change(lora_alpha="x"), 'lora_alpha = "x": must be a positive number'),
         (_change(bias="all"), 'bias = "all"'),
         (_change(rank_pattern={"q_proj": 2}), "rank_pattern"),
@@ -240,11 +240,11 @@ def _renamed(folder: Path) -> None:
         (_pickled, "has a pickle"),
         (
             _saved_twice,
-            "two saves of an adapter, adapter_model.safetensors and adapter_model.bin\n  fix:  keep",
+            "an adapter in two formats, adapter_model.safetensors and adapter_model.bin\n  fix:  keep",
         ),
         (_integers, "position_ids as I64; an adapter's tensors must be one of F64, F32, F16, BF16"),
         (_adapted_head, "lm_head.lora_A.weight\n  fix:  LoRA updates linear layers of the blocks alone"),
-        (_renamed, "no place for"),
+        (_renamed, "tensors that this model lacks"),
     ],
 )
 def test_bad_folders_are_one_message(spoil: Callable[[Path], None], said: str, tmp_path: Path) -> None:
@@ -262,12 +262,12 @@ def test_a_tied_embedding_that_is_trained_has_no_form_there(tmp_path: Path) -> N
     args = read(tmp_path / "base").args
     options = Finetune.model_validate(KINDS["lora"] | {"trainable": ["tok_embeddings.weight"]})
     adapter = adapter_of(options, args, tmp_path / "step")
-    with pytest.raises(DataError, match="leave the head, which is tied"):
+    with pytest.raises(DataError, match="not train the head, which is tied"):
         write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     config = their_config("lora")
     config.modules_to_save = ["embed_tokens"]
     _train_and_save(peft.get_peft_model(reference, config), tmp_path / "theirs")
-    with pytest.raises(DataError, match="apart from the head, which is tied here"):
+    with pytest.raises(DataError, match="without the head, but they are tied"):
         open_adapter(tmp_path / "theirs", args)
 
 
@@ -275,7 +275,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     adapter = adapter_of(Finetune.model_validate(KINDS["lora"]), ARGS, tmp_path / "step")
     write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     wider = build(replace(ARGS, ffn_dim=104), torch.float32)
-    with pytest.raises(DataError, match="is not one of this model"):
+    with pytest.raises(DataError, match="is of another model"):
         open_adapter_on(tmp_path / "peft", OfModel(wider, tmp_path))
 
 
@@ -291,10 +291,10 @@ def test_a_prefix_before_a_window_has_no_form_there(tmp_path: Path) -> None:
     reference = save_transformers(tmp_path / "base", "mistral0.1")
     args = read(tmp_path / "base").args
     adapter = adapter_of(Finetune.model_validate(KINDS["prefix"]), args, tmp_path / "step")
-    with pytest.raises(DataError, match="the window of this model would hide its prefix"):
+    with pytest.raises(DataError, match="it would apply the model's sliding window"):
         write_peft(adapter, tmp_path / "peft", dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     _train_and_save(peft.get_peft_model(reference, their_config("prefix")), tmp_path / "peft")
-    with pytest.raises(DataError, match="the window of this model hides PEFT's prefix"):
+    with pytest.raises(DataError, match="PEFT applies the model's sliding window to the prefix"):
         open_adapter(tmp_path / "peft", args)
 
 
@@ -303,13 +303,13 @@ def test_halves_of_layers_targets_of_their_own_and_prompts_beside_biases_have_no
 ) -> None:
     args = small("qwen2.5", head_dim=8)
     for kind, change, said in (
-        ("lora", {"trainable": ["*.wq.bias"]}, "of layers.0.attention.wq the bias alone is trained"),
+        ("lora", {"trainable": ["*.wq.bias"]}, "only the bias of layers.0.attention.wq is trained"),
         (
             "lora",
             {"trainable": ["*.wk.weight"], "lora": {"target_modules": ["w2"]}},
-            "of layers.0.attention.wk the weight alone is trained",
+            "only the weight of layers.0.attention.wk is trained",
         ),
-        ("lora", TARGETS_TOO, "layers.0.attention.wq is trained both ways"),
+        ("lora", TARGETS_TOO, "such as layers.0.attention.wq"),
         ("adaption prompt", {}, "without norms and biases"),
     ):
         adapter = adapter_of(Finetune.model_validate(KINDS[kind] | change), args, tmp_path / kind)

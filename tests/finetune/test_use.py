@@ -146,10 +146,10 @@ def test_the_merge_is_a_model_of_transformers(kind: str, folders: dict[str, Path
 def test_a_merge_ends_texts_as_the_adapter_was_trained_to(folders: dict[str, Path], tmp_path: Path) -> None:
     base, trained = (shutil.copytree(folders[kind], tmp_path / kind) for kind in ("base", "lora"))
     (base / "generation_config.json").write_text('{"eos_token_id": 2}')
-    assert prepare("merge", base, tmp_path / "out", adapter=trained).beside.tokens.eos == 2
+    assert prepare("merge", base, tmp_path / "out", adapter=trained).companions.tokens.eos == 2
     shutil.copytree(TOKENIZER, trained, dirs_exist_ok=True)
     ids = load_tokenizer(TOKENIZER).stop_ids
-    assert prepare("merge", base, tmp_path / "out", adapter=trained).beside.tokens.eos == [*ids]
+    assert prepare("merge", base, tmp_path / "out", adapter=trained).companions.tokens.eos == [*ids]
 
 
 def test_an_update_in_fp32_is_not_rounded_to_the_dtype_of_its_base(
@@ -214,7 +214,7 @@ def test_an_adapter_without_its_base_is_told(folders: dict[str, Path], tmp_path:
     for file in folders["lora"].iterdir():
         (moved / file.name).write_bytes(file.read_bytes())
     config = json.loads((moved / "adapter_config.json").read_text())
-    for place, said in ((str(tmp_path / "gone"), "its base cannot be opened"), (None, "is not named")):
+    for place, said in ((str(tmp_path / "gone"), "whose base cannot be opened"), (None, "is not recorded")):
         (moved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": place}))
         with pytest.raises(DataError, match=said) as raised:
             load_model(moved, **CPU)
@@ -256,7 +256,7 @@ def test_generate_takes_adapters_in_turn(
     assert generate.main([str(folders["lora"]), f"--adapter={folders['dora']}", "--prompt=x"]) == 3
     assert "is itself an adapter" in capsys.readouterr().err
     assert generate.main([str(folders["base"]), f"--adapter={folders['base']}", "--prompt=x"]) == 3
-    assert "is no adapter" in capsys.readouterr().err
+    assert "is not an adapter" in capsys.readouterr().err
 
 
 def _words(folders: dict[str, Path]) -> list[str]:

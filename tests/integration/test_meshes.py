@@ -129,7 +129,9 @@ def _perturbed(self: ModelParts, *args: Any, backward: Any = SingleModel.backwar
     return total
 
 
-def _unsummed(weight: torch.Tensor, gradient: Any = None, local: Any = tensor_parallel.local) -> torch.Tensor:
+def _unsummed(
+    weight: torch.Tensor, gradient: Any = None, local: Any = tensor_parallel.local_shard
+) -> torch.Tensor:
     """The part of a weight, whose gradient is taken for the whole one."""
     return local(weight)
 
@@ -139,7 +141,7 @@ def _other_seed(named: Any, seed: int, rules: Any, initialize: Any = build.initi
 
 
 def _backwards(
-    self: SequenceShards, gathered: torch.Tensor, whole: Any = SequenceShards.whole
+    self: SequenceShards, gathered: torch.Tensor, whole: Any = SequenceShards.unshard
 ) -> torch.Tensor:
     return whole(self, gathered).flip(1)
 
@@ -157,7 +159,7 @@ FAULTS: dict[str, tuple[str, AbstractContextManager[Any], str]] = {
     ),
     "a norm's gradient not summed over tp": (
         "tp2",
-        patch.object(tensor_parallel, "local", _unsummed),
+        patch.object(tensor_parallel, "local_shard", _unsummed),
         "gradient of layers.3.ffn_norm.weight",
     ),
     "gradients of a tied pair not added": (
@@ -167,7 +169,7 @@ FAULTS: dict[str, tuple[str, AbstractContextManager[Any], str]] = {
     ),
     "keys and values from last to first": (
         "cp2",
-        patch.object(SequenceShards, "whole", _backwards),
+        patch.object(SequenceShards, "unshard", _backwards),
         "losses, step 1",
     ),
     "weights by rank": ("shard2", patch.object(build, "initialize", _other_seed), "output.weight: other"),

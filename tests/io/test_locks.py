@@ -4,7 +4,7 @@ import os
 import pytest
 
 from toolkit.config import load_config
-from toolkit.io.locks import claim, claimed
+from toolkit.io.locks import claim, exclusive_lock
 from toolkit.io.run_folder import _write_config
 
 
@@ -24,7 +24,7 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path):
 
 def test_a_lock_of_a_while_leaves_nothing_and_lets_nobody_in_meanwhile(tmp_path):
     path = tmp_path / "out.lock"
-    with claimed(path), pytest.raises(BlockingIOError), claimed(path):
+    with exclusive_lock(path), pytest.raises(BlockingIOError), exclusive_lock(path):
         pass
     assert not path.exists()
 
@@ -40,7 +40,7 @@ def test_a_lock_that_is_removed_before_it_is_got_is_no_lock(tmp_path, monkeypatc
 
     removed = []
     monkeypatch.setattr(fcntl, "flock", late)
-    with claimed(path), pytest.raises(BlockingIOError), claimed(path):
+    with exclusive_lock(path), pytest.raises(BlockingIOError), exclusive_lock(path):
         pass
     assert removed
 

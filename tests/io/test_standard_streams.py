@@ -22,7 +22,7 @@ for number in range(3):
     print("2 × 3 → 6", flush=True)
 print("lost:", standard_streams.lost(), file=sys.stderr)
 """
-SAID = "standard output cannot be written: [Errno {}] {}; going on without it\n"
+SAID = "standard output cannot be written: [Errno {}] {}; continuing without it\n"
 
 
 def _start(*words: str, **options: Any) -> subprocess.Popen[str]:

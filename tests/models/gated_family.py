@@ -14,7 +14,7 @@ from toolkit.extensions import register_family
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.spec import ModelSpec
-from toolkit.models.common.table import INPUT, ONES, Init, Row, dense_block
+from toolkit.models.common.table import INPUT, ONES, Init, ParameterRow, dense_block
 from toolkit.models.registry import resolve
 
 
@@ -57,12 +57,14 @@ class Gated(ModelSpec):
 
         return GatedDecoder
 
-    def block(self, args: ModelArgs, layer: int) -> list[Row]:
-        gate = Row("gate.weight", (args.dim,), Init(std=0.3), "gate.weight", reads=(INPUT,))
-        temperature = Row("gate.temperature", (1,), replace(ONES, mean=0.5), "gate.temperature", buffer=True)
+    def block(self, args: ModelArgs, layer: int) -> list[ParameterRow]:
+        gate = ParameterRow("gate.weight", (args.dim,), Init(std=0.3), "gate.weight", reads=(INPUT,))
+        temperature = ParameterRow(
+            "gate.temperature", (1,), replace(ONES, mean=0.5), "gate.temperature", buffer=True
+        )
         return [*dense_block(args, layer), gate, temperature]
 
-    def reported(self, args: ModelArgs) -> Sequence[str]:
+    def metric_names(self, args: ModelArgs) -> Sequence[str]:
         return "gate_loss", "gate_open"
 
     def hf_config(self) -> HFConfig:

@@ -60,7 +60,7 @@ def test_flash_gives_what_sdpa_gives_and_refuses_documents(kv_heads: int) -> Non
         with_gradients("flash", qkv, None), with_gradients("sdpa", qkv, None), strict=True
     ):
         torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match="takes no mask"):
+    with pytest.raises(ValueError, match="supports no mask"):
         attend("flash", qkv, PACKED)
 
 

@@ -176,14 +176,14 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (as_json(rope_scaling={"rope_type": "llama3"}), "rope_scaling.factor is missing"),
         (as_json(rope_scaling=LLAMA3 | {"partial_rotary_factor": 0.5}), "rope_scaling.partial_rotary_factor"),
         (as_json(rope_scaling=4), "rope_scaling = 4: must be an object"),
-        (as_json(quantization_config={"bits": 4}), "quantised weights"),
+        (as_json(quantization_config={"bits": 4}), "quantized weights"),
         (as_json(num_local_experts=8), "mixtures of experts"),
-        (as_json(auto_map={"AutoModelForCausalLM": "modeling.Own"}), "code of its own"),
+        (as_json(auto_map={"AutoModelForCausalLM": "modeling.Own"}), "custom code"),
         (as_json(residual_multiplier=0.2), "residual_multiplier = 0.2: must be 1"),
         (as_json(num_key_value_heads=3), "num_key_value_heads = 3: must divide num_attention_heads"),
         (as_json(head_dim=15), "head_dim = 15: must be even"),
-        (as_json(hidden_size="64"), 'hidden_size = "64": must be a positive whole number'),
-        (as_json(num_hidden_layers=True), "num_hidden_layers = true: must be a positive whole number"),
+        (as_json(hidden_size="64"), 'hidden_size = "64": must be a positive integer'),
+        (as_json(num_hidden_layers=True), "num_hidden_layers = true: must be a positive integer"),
         (as_json(rms_norm_eps=0), "rms_norm_eps = 0: must be a positive number"),
         (as_json(tie_word_embeddings="yes"), 'tie_word_embeddings = "yes": must be true or false'),
         (without("intermediate_size"), "intermediate_size is missing"),
@@ -222,7 +222,7 @@ def test_all_fields_at_fault_are_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("{", "is not JSON"), ("[]", "no JSON object"), (None, "cannot")]
+    ("content", "says"), [("{", "is not JSON"), ("[]", "not contain a JSON object"), (None, "cannot")]
 )
 def test_a_file_that_is_no_config(content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:

@@ -16,7 +16,7 @@ from toolkit.errors import DataError
 from toolkit.models import on_disk
 from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.models.llama.args import PRESETS
-from toolkit.models.llama.meta_params import args_of, params_json
+from toolkit.models.llama.meta_params import params_json, read_args
 from toolkit.models.registry import families
 
 PUBLISHED = {
@@ -53,7 +53,7 @@ def written(folder: Path, params: dict[str, Any]) -> Path:
 def test_a_release_is_its_preset(model: tuple[str, str], text: str, tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text(text)
     name, flavor = model
-    assert args_of(tmp_path, vocab_size=32000) == PRESETS[name][flavor]
+    assert read_args(tmp_path, vocab_size=32000) == PRESETS[name][flavor]
 
 
 def test_another_family_with_such_files_takes_none_away(
@@ -104,13 +104,13 @@ def shapes(draw: st.DrawFn) -> ModelArgs:
 @given(args=shapes())
 def test_what_is_written_is_read_again(args: ModelArgs, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = written(tmp_path_factory.mktemp("params"), params_json(args))
-    assert args_of(folder, vocab_size=7) == args
+    assert read_args(folder, vocab_size=7) == args
 
 
 def test_the_small_models_of_3_2_stay_themselves_when_one_field_differs(tmp_path: Path) -> None:
     for changes in ({"tie_embeddings": False}, {"rope_scaling": RopeScaling(8.0)}, {"max_seq_len": 8192}):
         args = replace(PRESETS["llama3.2"]["1B"], **changes)
-        assert args_of(written(tmp_path, params_json(args)), vocab_size=7) == args
+        assert read_args(written(tmp_path, params_json(args)), vocab_size=7) == args
 
 
 SMALL = params_json(replace(PRESETS["llama3.1"]["debugmodel"], n_kv_heads=4))
@@ -121,8 +121,8 @@ SMALL = params_json(replace(PRESETS["llama3.1"]["debugmodel"], n_kv_heads=4))
     [
         ({"moe_args": {"num_experts": 16}}, "mixtures of experts"),
         ({"vision_chunk_size": 560}, "vision"),
-        ({"quantization_args": {"scheme": "int4"}}, "quantised"),
-        ({"use_qk_norm": True}, "normalise"),
+        ({"quantization_args": {"scheme": "int4"}}, "quantized"),
+        ({"use_qk_norm": True}, "normalize"),
         ({"dim": 250}, "dim = 250: must be a multiple of n_heads"),
         ({"n_kv_heads": 5}, "n_kv_heads = 5: must divide n_heads"),
         ({"head_dim": 15}, "head_dim = 15: must be even"),
@@ -134,7 +134,7 @@ SMALL = params_json(replace(PRESETS["llama3.1"]["debugmodel"], n_kv_heads=4))
 )
 def test_what_is_no_llama_is_refused_by_field(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        args_of(written(tmp_path, SMALL | changes), vocab_size=7)
+        read_args(written(tmp_path, SMALL | changes), vocab_size=7)
     assert says in str(caught.value) and "params.json" in str(caught.value)
 
 
@@ -143,4 +143,4 @@ def test_a_real_file_that_spells_everything_out() -> None:
     from toolkit.models.on_disk import read_hf_config
 
     folder = Path(os.environ["TOOLKIT_ASSETS"], "stories260K")
-    assert args_of(folder / "meta", vocab_size=7) == read_hf_config(folder / "hf")
+    assert read_args(folder / "meta", vocab_size=7) == read_hf_config(folder / "hf")

@@ -12,7 +12,7 @@ from tests.extensions.test_extensions import ROOT, python
 from tests.models import gated_family
 from toolkit.errors import ConfigError
 from toolkit.models.common.block_output import BlockSums
-from toolkit.models.common.table import Row, dense_block
+from toolkit.models.common.table import ParameterRow, dense_block
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import table
 from toolkit.models.registry import resolve, spec
@@ -37,7 +37,7 @@ def test_losses_of_blocks_join_the_objective_once() -> None:
     loss = model(tokens, labels=tokens.roll(-1, 1))
     (loss * scale).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    reported = {name: model.block_sums.take(name, scale) for name in spec("gated").reported(ARGS)}
+    reported = {name: model.block_sums.take(name, scale) for name in spec("gated").metric_names(ARGS)}
     assert not model.block_sums.sums
 
     model.zero_grad()
@@ -59,15 +59,15 @@ def test_losses_of_blocks_join_the_objective_once() -> None:
 
 @pytest.mark.parametrize("wrong", ["without its row", "a row too many", "another shape", "no buffer"])
 def test_a_decoder_and_rows_that_differ_are_rejected(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def block(self: object, args: object, layer: int) -> list[Row]:
+    def block(self: object, args: object, layer: int) -> list[ParameterRow]:
         *rows, gate, temperature = rows_of(spec("gated"), ARGS, layer)
         if wrong == "without its row":
             return [*rows, temperature]
         if wrong == "a row too many":
-            return [*rows, gate, temperature, Row("gate.other", (1,), gate.init, "gate.other")]
+            return [*rows, gate, temperature, ParameterRow("gate.other", (1,), gate.init, "gate.other")]
         if wrong == "another shape":
-            return [*rows, Row("gate.weight", (3,), gate.init, "gate.weight"), temperature]
-        return [*rows, gate, Row("gate.temperature", (1,), gate.init, "gate.temperature")]
+            return [*rows, ParameterRow("gate.weight", (3,), gate.init, "gate.weight"), temperature]
+        return [*rows, gate, ParameterRow("gate.temperature", (1,), gate.init, "gate.temperature")]
 
     rows_of = gated_family.Gated.block
     monkeypatch.setattr(gated_family.Gated, "block", block)

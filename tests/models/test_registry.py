@@ -144,7 +144,7 @@ def test_buffers_that_are_no_weights_are_told(folder: Path) -> None:
     assert check(configure(*START), world_size=1, hardware=CPU) == []
     said = notes(configure(*START), world_size=1, hardware=CPU)
     assert [line for line in said if "model.position_ids" in line] == [
-        "m also stores model.position_ids: ignored, no weight of this model"
+        "m also stores model.position_ids: ignored, not weights of this model"
     ]
 
 
@@ -158,7 +158,7 @@ def test_of_one_missing_folder_one_message(folder: Path) -> None:
     flags = ("model.hf_assets_path=models/Llama-3.1-8B", "model.tokenizer_path=None", *START[1:])
     problems = check(configure(*flags), world_size=1, hardware=CPU)
     assert [problem.key for problem in problems] == ["model.hf_assets_path"]
-    assert "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B fetches it" in problems[0].fix
+    assert "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B" in problems[0].fix
 
 
 def test_a_wrong_name_is_told_the_right_one(folder: Path) -> None:

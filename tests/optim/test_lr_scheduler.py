@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toolkit.config import Config
 from toolkit.config.schema import added
 from toolkit.config.training import LRScheduler
-from toolkit.optim.lr_scheduler import DECAYS, cut_to_fit, learning_rate, warmup_length, wrong_rate
+from toolkit.optim.lr_scheduler import DECAYS, invalid_rate, learning_rate, shortened_phases, warmup_length
 
 
 def _rate(step, **changes):
@@ -61,7 +61,7 @@ def test_a_registered_schedule_without_a_rate_is_reported(decay, total_steps, sa
     options = LRScheduler(total_steps=total_steps).model_copy(update={"decay_type": "own"})
     config = Config().model_copy(update={"lr_scheduler": options})
     with mock.patch.dict(added("lr_scheduler.decay_type"), {"own": decay}):
-        problem = wrong_rate(config, range(1, 101), total_steps=100)
+        problem = invalid_rate(config, range(1, 101), total_steps=100)
     assert (problem.rule if problem else "")[: len(said)] == said and bool(problem) == bool(said)
 
 
@@ -192,8 +192,8 @@ def test_a_warm_up_by_ratio_is_rounded_up_to_a_step(total, ratio, steps):
 def test_says_what_is_cut():
     def cuts(total, warmup, ratio=None, decay=None):
         options = LRScheduler(warmup_steps=warmup, warmup_ratio=ratio, decay_ratio=decay)
-        return cut_to_fit(options, total)
+        return shortened_phases(options, total)
 
     assert cuts(100, 20, decay=0.8) == cuts(100, 200, ratio=0.2) == []
-    assert "warmup_steps 200 is cut to the 100 steps" in cuts(100, 200)[0]
-    assert "0.8 is 80 steps, cut to the 70" in cuts(100, 0, ratio=0.3, decay=0.8)[0]
+    assert "warmup_steps 200 is shortened to the 100 steps" in cuts(100, 200)[0]
+    assert "0.8 is 80 steps, shortened to the 70" in cuts(100, 0, ratio=0.3, decay=0.8)[0]

@@ -21,7 +21,7 @@ from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
 from toolkit.finetune.converters import apply_finetune
-from toolkit.finetune.nf4 import Packed
+from toolkit.finetune.nf4 import PackedWeight
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import apply_compile
@@ -187,7 +187,7 @@ def _adapted(name: str, budget: float) -> Decoder:
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        filled: Any = parameter.data if parameter.is_floating_point() else Packed(parameter.data)
+        filled: Any = parameter.data if parameter.is_floating_point() else PackedWeight(parameter.data)
         filled.copy_(torch.randn(filled.shape, generator=generator) * 0.1)
     apply_activation_checkpoint(
         model.layers, ActivationCheckpoint(mode="memory_budget", memory_budget=budget)

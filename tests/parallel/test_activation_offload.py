@@ -48,10 +48,10 @@ class Counted(HostCopy):
         self.order.append(("fetch", self.number))
         super().fetch()
 
-    def back(self) -> Tensor:
+    def to_device(self) -> Tensor:
         self.came.append(tuple(self.host.shape))
         self.order.append(("back", self.number))
-        return super().back()
+        return super().to_device()
 
 
 @pytest.fixture

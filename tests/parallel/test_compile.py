@@ -22,7 +22,7 @@ from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
-from toolkit.parallel.compile import CompileClock, apply_compile, use_cache
+from toolkit.parallel.compile import CompileClock, apply_compile, set_cache_folder
 
 ROWS, LENGTH = 2, 40
 ARGS = small(n_layers=4, head_dim=8)
@@ -139,10 +139,10 @@ def test_the_clock_counts_each_compilation_once() -> None:
 def test_the_cache_folder_is_the_users_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     variable = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(variable, "/theirs")
-    use_cache(Path("ours"))
+    set_cache_folder(Path("ours"))
     assert os.environ[variable] == "/theirs"
     monkeypatch.delenv(variable)
-    use_cache(Path("ours"))
+    set_cache_folder(Path("ours"))
     assert os.environ[variable] == "ours"
 
 

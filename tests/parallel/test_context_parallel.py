@@ -36,19 +36,19 @@ shards_of_all = st.builds(
 def test_each_token_is_on_one_rank_and_comes_back_to_its_place(
     shards: list[SequenceShards], rows: int, size: int
 ) -> None:
-    sequences = torch.arange(rows * shards[0].pieces * size).view(rows, -1)
-    cuts = [its.cut(sequences) for its in shards]
+    sequences = torch.arange(rows * shards[0].chunks * size).view(rows, -1)
+    cuts = [its.shard(sequences) for its in shards]
     assert torch.cat(cuts, dim=1).sort().values.equal(sequences)
     assert all(cut.equal(cut.sort().values) for cut in cuts)  # the causal order within a rank
-    assert all(its.whole(torch.cat(cuts)).equal(sequences) for its in shards)
+    assert all(its.unshard(torch.cat(cuts)).equal(sequences) for its in shards)
     values = torch.stack([sequences, -sequences], dim=-1)
-    assert shards[0].whole(torch.cat([its.cut(values) for its in shards])).equal(values)
+    assert shards[0].unshard(torch.cat([its.shard(values) for its in shards])).equal(values)
 
 
 @given(shards_of_all, st.integers(1, 4))
 def test_balanced_ranks_attend_to_equally_many_tokens(shards: list[SequenceShards], size: int) -> None:
-    seen_by = torch.arange(1, shards[0].pieces * size + 1)[None]
-    work = [int(its.cut(seen_by).sum()) for its in shards]
+    seen_by = torch.arange(1, shards[0].chunks * size + 1)[None]
+    work = [int(its.shard(seen_by).sum()) for its in shards]
     if shards[0].balanced:
         assert len(set(work)) == 1
     else:
@@ -57,9 +57,9 @@ def test_balanced_ranks_attend_to_equally_many_tokens(shards: list[SequenceShard
 
 def test_ranks_have_the_pieces_from_both_ends() -> None:
     sequence = torch.arange(16)[None]
-    found = [SequenceShards(rank, 4).cut(sequence)[0].tolist() for rank in range(4)]
+    found = [SequenceShards(rank, 4).shard(sequence)[0].tolist() for rank in range(4)]
     assert found == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-    plain = [SequenceShards(rank, 4, balanced=False).cut(sequence)[0].tolist() for rank in range(4)]
+    plain = [SequenceShards(rank, 4, balanced=False).shard(sequence)[0].tolist() for rank in range(4)]
     assert plain == sequence.view(4, 4).tolist()
 
 
@@ -100,15 +100,15 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
     attention = _attention(case, mesh)
     trained = case.backend != "flex"  # which has no backward on CPU
     whole = [x.requires_grad_(trained) for x in inputs(8, case.kv_heads, dtype)]
-    mine = [shards.cut(x.detach()).requires_grad_(trained) for x in whole]
+    mine = [shards.shard(x.detach()).requires_grad_(trained) for x in whole]
     mask = attention.mask(documents, ROWS, LENGTH // case.size, torch.device("cpu"))
     found, expected = attention(*mine, mask), attend("sdpa", whole, documents, window=case.window)
-    distances = [found - shards.cut(expected)]
+    distances = [found - shards.shard(expected)]
     if trained:
         # Of a rank, its share of the sum over the sequence: the ranks add up the gradients.
         truth = torch.autograd.grad(weighed(expected), [expected, *whole], retain_graph=True)
-        gradients = torch.autograd.grad((found * shards.cut(truth[0])).sum(), mine)
-        distances += [a - shards.cut(b) for a, b in zip(gradients, truth[1:], strict=True)]
+        gradients = torch.autograd.grad((found * shards.shard(truth[0])).sum(), mine)
+        distances += [a - shards.shard(b) for a, b in zip(gradients, truth[1:], strict=True)]
     return max(float(distance.detach().abs().max()) for distance in distances)
 
 
@@ -123,7 +123,7 @@ def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
     """Count what one attention sends in forward and backward, and the numbers that it keeps between them."""
     attention, documents = _attention(case, mesh), None if case.packing is None else PACKINGS[case.packing]
     shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
-    mine = [shards.cut(x).requires_grad_() for x in inputs(8, case.kv_heads)]
+    mine = [shards.shard(x).requires_grad_() for x in inputs(8, case.kv_heads)]
     mask = attention.mask(documents, ROWS, LENGTH // case.size, torch.device("cpu"))
     kept: dict[int, int] = {}
 
@@ -226,9 +226,9 @@ def test_a_run_with_a_ring_is_the_run_that_gathers(world: list[dict[str, Any]], 
 def test_a_ring_on_cuda_has_no_documents_and_no_window() -> None:
     ring = RingAttention.__new__(RingAttention)
     ring.shards, ring.window = SequenceShards(0, 2), 2 * LENGTH - 1
-    with pytest.raises(ValueError, match="takes no mask, so that documents"):
+    with pytest.raises(ValueError, match="supports no mask: documents"):
         ring.mask(PACKED, ROWS, LENGTH, torch.device("cuda"))
-    with pytest.raises(ValueError, match="takes no mask, so that tokens"):
+    with pytest.raises(ValueError, match="supports no mask: tokens"):
         ring.mask(None, ROWS, LENGTH, torch.device("cuda"))
     ring.window = 2 * LENGTH
     assert ring.mask(None, ROWS, LENGTH, torch.device("cuda")) is None

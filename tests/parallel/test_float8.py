@@ -30,7 +30,7 @@ from toolkit.errors import ConfigError  # noqa: E402
 from toolkit.models.common.decoder import Decoder  # noqa: E402
 from toolkit.models.registry import resolve  # noqa: E402
 from toolkit.parallel.converters import Converters  # noqa: E402
-from toolkit.parallel.float8 import Float8Linear, apply_float8  # noqa: E402
+from toolkit.parallel.float8 import ShardedFloat8Linear, apply_float8  # noqa: E402
 from toolkit.trainer import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
@@ -58,7 +58,7 @@ def test_layer_is_that_of_torchao(recipe: str, dtype: torch.dtype, emulate: bool
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     plain = nn.Linear(48, 80, bias=False, dtype=dtype)
     x, grad = torch.randn(2, 16, 48, dtype=dtype), torch.randn(2, 16, 80, dtype=dtype)
-    found = _products(Float8Linear(plain, config), x, grad)
+    found = _products(ShardedFloat8Linear(plain, config), x, grad)
     expected = _products(Theirs.from_float(plain, config), x, grad)
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
     exact = _products(plain, x, grad)
@@ -80,7 +80,7 @@ def test_a_layer_that_is_no_plain_one_is_refused_or_left_out() -> None:
         apply_float8(copy.deepcopy(model), options)
     apply_float8(model, options.model_copy(update={"filter_fqns": ["layers.1.feed_forward.w2"]}))
     kinds = [type(it.feed_forward.w2) for it in model.layers.values()]
-    assert kinds[:3] == [Float8Linear, Own, Float8Linear]
+    assert kinds[:3] == [ShardedFloat8Linear, Own, ShardedFloat8Linear]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -145,7 +145,7 @@ def test_a_byte_of_a_number_is_gathered(results: dict[str, Result]) -> None:
 
 def _scales(trainer: Trainer) -> tuple[list[float], list[float]]:
     """With which weights are cast that are gathered, and those of the weights as they are."""
-    layers = [it for it in trainer.model_parts.models[0].modules() if isinstance(it, Float8Linear)]
+    layers = [it for it in trainer.model_parts.models[0].modules() if isinstance(it, ShardedFloat8Linear)]
     parts: list[Any] = [local(layer.weight) for layer in layers]
     used = [part.fsdp_pre_all_gather(*[None] * 5)[1].item() for part in parts]
     return used, [amax_to_scale(tensor_to_amax(part), torch.float8_e4m3fn).item() for part in parts]

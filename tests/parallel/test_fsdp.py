@@ -41,7 +41,7 @@ from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel import fsdp
-from toolkit.parallel.fsdp import Whole, begin_micro_batch
+from toolkit.parallel.fsdp import NoReduceScatter, begin_micro_batch
 
 # name: (model, sharding, activation checkpointing, accumulation)
 CASES: dict[str, tuple[Any, ...]] = {
@@ -287,13 +287,13 @@ def test_memory_that_a_rank_alone_reduces_in_is_recorded_on_the_stream_that_read
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded = []
-    given = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: given)
+    buffer = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: buffer)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "of the reduction")
-    whole = Whole()
+    reduction = NoReduceScatter()
     sizes = {"dtype": torch.float32, "device": torch.device("cuda")}
-    assert whole.allocate((8,), **sizes) is given and not recorded
-    assert whole.allocate((8,), **sizes) is given and recorded == ["of the reduction"]
+    assert reduction.allocate((8,), **sizes) is buffer and not recorded
+    assert reduction.allocate((8,), **sizes) is buffer and recorded == ["of the reduction"]
 
 
 @pytest.mark.parametrize(
@@ -308,4 +308,4 @@ def test_replicas_on_cuda_are_reduced_by_torch(device: str, shape: tuple[int, ..
         return math.prod(shape) if dimension is None else shape[dimension]
 
     mesh = SimpleNamespace(device_type=device, ndim=len(shape), size=size)
-    assert fsdp._reduces_alone(mesh) is alone  # type: ignore[arg-type]
+    assert fsdp._skips_reduce_scatter(mesh) is alone  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def _run(folder: Path, tables: dict[str, Any], skip: bool, steps: int) -> tuple[
 
 
 def _world(folder: str) -> dict[str, list[Any]]:
-    fsdp.SKIPPING = ("cpu",)  # which stands for a GPU
+    fsdp.SKIP_DEVICES = ("cpu",)  # which stands for a GPU
     found = {}
     for name, (tables, _) in CASES.items():
         runs = [_run(Path(folder, f"{name} whole"), tables, False, 4)]

@@ -206,7 +206,7 @@ def test_what_happened_is_in_the_metrics(runs: dict[str, Any]) -> None:
 
 def test_too_many_end_the_run(runs: dict[str, Any]) -> None:
     assert "step 3: the loss is nan" in runs["ended2"]
-    assert "2 batches in a row have been skipped already (health.max_skips)" in runs["ended2"]
+    assert "2 consecutive batches were skipped (health.max_skips)" in runs["ended2"]
     assert "step 1: the loss is nan" in runs["nowhere2"]
     assert "no checkpoint of an earlier step to roll back to" in runs["nowhere2"]
 
@@ -217,11 +217,11 @@ def test_what_stays_high_becomes_usual_and_one_spike_does_not() -> None:
     for number in range(8):
         assert guard.limits() == (FINITE, FINITE) if number < 4 else guard.limits() < (1.2, 1.2)
         guard.accept(1.0 + 0.01 * (number % 2), 1.0)
-    guard.refuse_spike(100.0, 1.0)
-    assert guard.refusal and "the loss 100 is above 1.035, 6 standard deviations" in guard.refusal.reason
+    guard.reject_spike(100.0, 1.0)
+    assert guard.rejected and "the loss 100 is above 1.035, 6 standard deviations" in guard.rejected.reason
     assert guard.limits()[0] < 1.1
     refused = 1
     while guard.limits()[0] < 1.5:
-        guard.refuse_spike(1.5, 1.0)
+        guard.reject_spike(1.5, 1.0)
         refused += 1
     assert 2 < refused <= guard.options.max_skips

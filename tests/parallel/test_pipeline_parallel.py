@@ -15,7 +15,7 @@ from tests.models.small_llama import small
 from tests.training import small_config, small_trainer
 from toolkit.errors import ConfigError
 from toolkit.models.common.decoder import Decoder
-from toolkit.parallel.pipeline_parallel import Pipeline, cut
+from toolkit.parallel.pipeline_parallel import Pipeline, keep_stage
 
 SHAPES: dict[str, dict[str, Any]] = {"loop": {"pipeline_parallel_schedule": "1F1B"}}
 if SINCE_2_13:
@@ -25,7 +25,7 @@ if SINCE_2_13:
 def _stage(modules: list[str], **overrides: Any) -> list[str]:
     with torch.device("meta"):
         model = Decoder(small(n_layers=3, **overrides))
-    cut(model, modules)
+    keep_stage(model, modules)
     return sorted(
         {
             name.removesuffix(".weight").split(".attention")[0].split(".f")[0]

@@ -10,7 +10,7 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.parallel.pipeline_schedules import (
     SCHEDULES,
     bubble,
-    is_cut,
+    is_valid_split,
     module_names,
     pipeline_stages,
     stages_of_ranks,
@@ -60,11 +60,11 @@ def test_the_ends_hold_embedding_norm_and_head() -> None:
 
 
 def test_a_cut_has_every_module_once_and_no_stage_without_any() -> None:
-    assert is_cut([["tok_embeddings"], ["layers.0"], ["norm", "output"]], 1)
-    assert not is_cut([["tok_embeddings"], ["layers.0"], [], ["norm", "output"]], 1)
-    assert not is_cut([["tok_embeddings"], ["norm", "output"]], 1)
+    assert is_valid_split([["tok_embeddings"], ["layers.0"], ["norm", "output"]], 1)
+    assert not is_valid_split([["tok_embeddings"], ["layers.0"], [], ["norm", "output"]], 1)
+    assert not is_valid_split([["tok_embeddings"], ["norm", "output"]], 1)
     heavy = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_first_stage_less_layers=5)
-    assert not is_cut(pipeline_stages(heavy, 2).modules, 2)
+    assert not is_valid_split(pipeline_stages(heavy, 2).modules, 2)
 
 
 def test_stages_named_by_hand_are_taken_as_they_are() -> None:
@@ -142,7 +142,7 @@ def test_micro_batches_and_waiting_are_those_of_torch(name: str) -> None:
     for pp in (2, 3, 4):
         for each in (2, 3) if schedule.more else (schedule.stages,):
             for count in range(1, 14):
-                takes = schedule.takes_micro_batches(count, stages=pp * each, pp=pp)
+                takes = schedule.supports_micro_batches(count, stages=pp * each, pp=pp)
                 try:
                     order = _order(name, pp, each, count)
                 except ValueError:

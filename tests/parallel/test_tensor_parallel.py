@@ -46,7 +46,7 @@ from toolkit.models.parameters import table
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer_in_backward import StepInBackward
 from toolkit.parallel.autograd_collectives import gather, reduce_scatter
-from toolkit.parallel.tensor_parallel import _of_whole, apply_tensor_parallel
+from toolkit.parallel.tensor_parallel import _gather_input_class, apply_tensor_parallel
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
 from toolkit.planner.allocations import Allocations
 
@@ -336,7 +336,7 @@ def test_collectives_and_their_gradients(ranks: list[Any], case: Any) -> None:
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=str)
-def test_the_loss_of_split_logits_is_that_of_whole_ones(ranks: list[Any], case: Any) -> None:
+def test_the_loss_of_split_logits_is_that_gather_input_class_ones(ranks: list[Any], case: Any) -> None:
     for rank in ranks:
         far, gradient_far = rank["losses"][case]
         close, gradient_close = LOSS_CLOSE[case[1]]
@@ -417,9 +417,9 @@ def test_a_forward_may_let_go_of_what_was_gathered() -> None:
     module: Any = Rebinding(16, 16).double()
     own = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     inputs = own, *module.parameters()
-    between = SimpleNamespace(split=True, whole=lambda x: torch.cat([x, x * 0.5], 1))
-    expected = torch.autograd.grad(module(between.whole(own)).square().sum(), inputs)
-    module.__class__, module.between, module.gathers_again = _of_whole(Rebinding), between, True
+    layout = SimpleNamespace(split=True, gather=lambda x: torch.cat([x, x * 0.5], 1))
+    expected = torch.autograd.grad(module(layout.gather(own)).square().sum(), inputs)
+    module.__class__, module.layout, module.recompute_gather = _gather_input_class(Rebinding), layout, True
     found = torch.autograd.grad(module(own).square().sum(), inputs)
     assert module.held and max(map(_far, found, expected)) < CLOSE
 
@@ -435,6 +435,6 @@ def test_updates_in_backward_are_those_after_it(ranks: list[Any]) -> None:
 def test_a_plan_that_leaves_something_out_or_does_not_divide_is_refused(ranks: list[Any]) -> None:
     for rank in ranks:
         left_out, vocabulary, hidden = rank["refused"]
-        assert left_out == "the plan of tensor parallelism has no module of layers.0.ffn_norm.weight"
+        assert left_out == "the tensor-parallel plan has no module of layers.0.ffn_norm.weight"
         assert vocabulary == "tok_embeddings.weight: dimension 0 of size 307 on 2 ranks"
         assert hidden == "layers.0.feed_forward.w1.weight: dimension 0 of size 95 on 2 ranks"

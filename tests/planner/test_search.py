@@ -292,7 +292,7 @@ def test_a_search_tells_what_it_does(asked: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forecast_takes_no_norm_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_clip, "_norm_by_pieces", None)
+    monkeypatch.setattr(grad_clip, "_chunked_norm", None)
     config, args = configured(_ONE_B)
     mesh = degrees(config.parallelism, 1)
     assert mesh

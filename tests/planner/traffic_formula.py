@@ -34,7 +34,7 @@ from toolkit.distributed.process_group import DTYPES
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
-from toolkit.parallel.fsdp import by_end
+from toolkit.parallel.fsdp import in_end_order
 from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_parallel import TIED, Pipeline
@@ -189,7 +189,7 @@ def _units(model: Decoder, prefetch: int) -> dict[Any, bool]:
     it, which asks for it. Modules that are gathered together share a record."""
     gradient = _have_gradients(model)
     units: dict[Any, bool] = {}
-    for module in by_end([module for module in model.modules() if isinstance(module, FSDPModule)]):
+    for module in in_end_order([module for module in model.modules() if isinstance(module, FSDPModule)]):
         record = fsdp_param_group(module)
         if record is not None:
             units[record] = units.get(record, False) or gradient[module]

@@ -78,7 +78,7 @@ CASES = [
     bad(
         "exports_have_a_form",
         f"checkpoint.last_save_in_hf=true checkpoint.enable=true finetune.adapter=prefix_tuning {LABELS}",
-        "a classifier's head is trained beside it",
+        "a classification head is trained too",
         prepare=GOOD,
     ),
     bad(

@@ -89,7 +89,7 @@ CASES: list[Bad] = [
     bad(
         "exports_have_a_form",
         f"{EXPORT} {FROM_M} {LORA} finetune.trainable=layers.1.attention.wv.weight",
-        "layers.1.attention.wv is trained both ways",
+        "such as layers.1.attention.wv",
         "or set finetune.merge_on_export = true",
         prepare=write_model,
     ),
@@ -107,7 +107,7 @@ CASES: list[Bad] = [
     bad(
         "adapter_path_fits",
         f"finetune.adapter_path=peft checkpoint.enable {LORA}",
-        "r = 0: must be a positive whole number",
+        "r = 0: must be a positive integer",
         "docs/fine_tuning.md lists",
         prepare=lambda folder: _peft(folder, r=0, rank=2),
     ),
@@ -127,7 +127,7 @@ CASES: list[Bad] = [
     bad(
         "adapter_path_fits",
         f"finetune.adapter_path=peft checkpoint.enable {LORA}",
-        "layers.0.self_attn.q_proj.lora_A.weight (2, 256) in place of (8, 256)",
+        "layers.0.self_attn.q_proj.lora_A.weight (2, 256) instead of (8, 256)",
         prepare=lambda folder: _peft(folder, r=8, rank=2),
     ),
     bad(

@@ -208,15 +208,15 @@ CASES = [
         FROM_M,
         {
             "model-00002-of-00002.safetensors": _then(lambda at: _second(at).unlink()),
-            "two saves of a model, model.safetensors.index.json and model.safetensors | keep one": _then(
+            "a model in two formats, model.safetensors.index.json and model.safetensors | keep one": _then(
                 lambda at: (at / "model.safetensors").write_bytes(_second(at).read_bytes())
             ),
-            "two saves of a model, model.safetensors.index.json and consolidated.00.pth": _then(
+            "a model in two formats, model.safetensors.index.json and consolidated.00.pth": _then(
                 lambda at: (at / "consolidated.00.pth").touch()
             ),
             "misshapen: lm_head.weight (4300, 32) where (4352, 32) is due": _then(_narrow_tied_head),
-            "norm.weight as I32 | take the model that this one was made from": _then(_quantize),
-            "cut short | take a folder of safetensors that is whole": _then(
+            "norm.weight as I32 | use the original model": _then(_quantize),
+            "is truncated: its header describes | take a folder of safetensors that is whole": _then(
                 lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])
             ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),

@@ -7,7 +7,7 @@ import pytest
 from tests.preflight.bad_attention import H100
 from tests.preflight.bad_runs import CPU, configure
 from toolkit.hardware import lacks_c_compiler
-from toolkit.models.common.attention_choice import attention_choice
+from toolkit.models.common.attention_choice import choose_attention
 from toolkit.preflight import check, notes
 
 
@@ -25,10 +25,10 @@ from toolkit.preflight import check, notes
 def test_auto_takes_what_the_flavor_names_and_the_device_can_train(
     flavor: str, documents: bool, cpu: str, cuda: str
 ) -> None:
-    assert attention_choice("auto", flavor, device="cpu", documents=documents) == cpu
-    assert attention_choice("auto", flavor, device="cuda", documents=documents) == cuda
+    assert choose_attention("auto", flavor, device="cpu", documents=documents) == cpu
+    assert choose_attention("auto", flavor, device="cuda", documents=documents) == cuda
     for asked in ("sdpa", "flex", "varlen", "flash"):
-        assert attention_choice(asked, flavor, device="cuda", documents=documents) == asked
+        assert choose_attention(asked, flavor, device="cuda", documents=documents) == asked
 
 
 @pytest.mark.parametrize(

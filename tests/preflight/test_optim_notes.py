@@ -107,7 +107,7 @@ def test_a_saved_config_can_be_run_again(flags: list[str]) -> None:
                 "--lr_scheduler.warmup_ratio=0.3",
                 "--lr_scheduler.decay_ratio=0.8",
             ],
-            ["lr_scheduler.decay_ratio 0.8 is 80 steps, cut to the 70 after the warm-up"],
+            ["lr_scheduler.decay_ratio 0.8 is 80 steps, shortened to the 70 after warmup"],
         ),
         (
             ["--optimizer.no_decay=*norm.weight", "--optimizer.weight_decay=0"],

@@ -74,7 +74,7 @@ def test_a_folder_of_checkpoints_is_answered_with_one(
 ) -> None:
     for place in (folder, folder.parent):
         code, said = _call(capsys, "inspect", place)
-        assert code == EXIT_DATA and f"name one, for example {folder / 'step-10'}" in said
+        assert code == EXIT_DATA and f"choose one, for example {folder / 'step-10'}" in said
 
 
 def test_verify_finds_a_flipped_bit_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_verify_reads_the_index_too(folder: Path, capsys: pytest.CaptureFixture[
     code, said = _call(capsys, "verify", folder)
     assert code == EXIT_DATA
     [line] = [line for line in said.splitlines() if not line.endswith(": sound")]
-    assert "the chunks of model.weight overlap or leave holes in its shape (3, 4)" in line
+    assert "the chunks of model.weight overlap or leave gaps in its shape (3, 4)" in line
 
 
 def test_diff_names_settings_and_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

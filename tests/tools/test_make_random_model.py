@@ -71,7 +71,7 @@ def test_a_folder_with_something_in_it_is_left_alone(
         out.mkdir()
         (out / "notes").write_text("mine")
     assert main([str(out), "--flavor=debugmodel", "--set=vocab_size=96"]) == EXIT_DATA
-    assert "is there already" in capsys.readouterr().err
+    assert "exists: choose" in capsys.readouterr().err
     assert [path.read_text() for path in out.iterdir()] == ["mine"]
     assert len(list(tmp_path.iterdir())) == (1 if appears == "before" else 2)  # what is done is gone on with
 

@@ -294,7 +294,7 @@ def test_another_tokenizer_goes_on_without_the_files_of_the_one_before(tmp_path:
     source, out = open_weights(tmp_path / "hf"), tmp_path / "out"
 
     def write(*names: str, check: Any = None) -> None:
-        folder = replace(_EMPTY, others={name: b"" for name in names}, opened=lambda _: source)
+        folder = replace(_EMPTY, others={name: b"" for name in names}, open=lambda _: source)
         ranks = Ranks(alone=True)
         folder_write.write_folder(source, out, folder, ranks=ranks, progress=no_progress, check=check)
 
@@ -322,7 +322,7 @@ def test_one_process_at_a_time_writes_an_output(way: str, tmp_path: Path) -> Non
 
     convert(first, progress=meanwhile, verify=True)
     assert len(said) == 2 and all(f"process {os.getpid()} on " in one for one in said)
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="exists: choose"):
         convert(second)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
     if way == "hf-to-dcp":
@@ -384,8 +384,8 @@ def test_what_does_not_fit_the_config_is_listed_by_name(tmp_path: Path) -> None:
     _changed(tmp_path / "hf", change)
     said = _refused("hf-to-dcp", tmp_path / "hf", tmp_path)
     assert "missing: layers.1.feed_forward.w3.weight" in said
-    assert "of no such model: model.layers.9.mlp.up_proj.weight (not of this model)" in said
-    assert "of another shape: norm.weight (31,) in place of (32,)" in said
+    assert "unexpected: model.layers.9.mlp.up_proj.weight (not of this model)" in said
+    assert "of another shape: norm.weight (31,) instead of (32,)" in said
 
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
     assert "model.norm.weight as I8" in _refused("hf-to-meta", tmp_path / "hf", tmp_path)
     CheckpointManager(tmp_path).save(1, {"model.norm.weight": torch.zeros(32, dtype=torch.int32)}, run)
     said = _refused("dcp-to-hf", tmp_path / "step-1", tmp_path)
-    assert "no weights, by their type: norm.weight int32" in said and "missing: tok_embeddings.weight" in said
+    assert "not floating-point: norm.weight int32" in said and "missing: tok_embeddings.weight" in said
 
 
 def test_a_failure_removes_nothing_but_its_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,7 @@ def test_verify_finds_a_bit_that_was_written_wrong(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(hf_write, "save_file", wrong)
     _convert("hf-to-meta", tmp_path / "hf", tmp_path / "meta")
     said = _refused("meta-to-hf", tmp_path / "meta", tmp_path, verify=True)
-    assert "not as they were read: norm.weight" in said
+    assert "different after writing: norm.weight" in said
 
 
 @pytest.mark.parametrize("way", ["hf-to-meta", "hf-to-dcp"])
@@ -454,7 +454,7 @@ def test_verify_finds_a_shape_that_was_written_wrong(
 
     monkeypatch.setattr(opened, "__init__", misread)
     said = _refused(way, tmp_path / "hf", tmp_path, verify=True)
-    assert "where another was written: rope_theta 1.0 in place of 500000.0" in said
+    assert "wrong model args: rope_theta 1.0 instead of 500000.0" in said
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,9 +466,9 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
     assert "use hf-to-meta or hf-to-dcp" in said("meta-to-hf", tmp_path / "hf", tmp_path / "out")
     assert "does not exist" in said("dcp-to-hf", tmp_path / "none", tmp_path / "out")
-    assert "is there already" in said("hf-to-meta", tmp_path / "hf", tmp_path / "hf")
+    assert "exists: choose" in said("hf-to-meta", tmp_path / "hf", tmp_path / "hf")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    assert f"is a link: name the folder {tmp_path}/elsewhere" in said(
+    assert f"is a link: use the folder {tmp_path}/elsewhere" in said(
         "hf-to-meta", tmp_path / "hf", tmp_path / "link"
     )
     assert not list(tmp_path.glob("link.tmp-*"))
@@ -484,7 +484,7 @@ def test_names_of_folders_may_be_dots(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "meta" / "tokenizer.model").symlink_to(ASSETS / "tokenizer" / "tokenizer.model")
     monkeypatch.chdir(tmp_path / "meta" / "original")
     options = {"vocab_size": 4096}
-    assert prepare("meta-to-dcp", Path("."), Path("../out"), **options).beside.place == tmp_path / "meta"
+    assert prepare("meta-to-dcp", Path("."), Path("../out"), **options).companions.place == tmp_path / "meta"
     (tmp_path / "new").mkdir()
     monkeypatch.chdir(tmp_path / "new")
     assert _convert("hf-to-meta", Path("../hf"), Path(".")) == tmp_path / "new"

@@ -69,9 +69,12 @@ def widen_head(folder: Path) -> None:
 
 
 DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "data cut short": (lambda f: cut(f, by=1), "is cut short: its header describes"),
-    "header cut short": (lambda f: cut(f, to=1000), "no safetensors file, or cut short: it has 1,000 bytes"),
-    "empty": (lambda f: cut(f, to=0), "no safetensors file, or cut short: it has 0 bytes"),
+    "data cut short": (lambda f: cut(f, by=1), "is truncated: its header describes"),
+    "header cut short": (
+        lambda f: cut(f, to=1000),
+        "not a safetensors file, or truncated: it has 1,000 bytes",
+    ),
+    "empty": (lambda f: cut(f, to=0), "not a safetensors file, or truncated: it has 0 bytes"),
     "more than described": (
         lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes() + b"x"),  # type: ignore[arg-type, return-value]
         "has bytes after its last tensor",
@@ -79,15 +82,15 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no JSON": (lambda f: rewrite_header(f, lambda h: h.replace("{", "[", 1)), "damaged header"),
     "metadata that are none": (
         lambda f: rewrite_header(f, lambda h: h.replace('{"format":"pt"}', "1.5", 1)),
-        "its __metadata__ are no texts by name",
+        "its __metadata__ must be strings by name",
     ),
     "a shape that lies": (
         lambda f: rewrite_header(f, lambda h: h.replace("[172,64]", "[173,64]", 1)),
-        "header that lies: model.layers.",
+        "invalid header: model.layers.",
     ),
     "a dtype that lies": (
         lambda f: rewrite_header(f, lambda h: h.replace('"F32"', '"F16"', 1)),
-        "header that lies: ",
+        "invalid header: ",
     ),
     "a name twice": (
         lambda f: rewrite_header(f, lambda h: h.replace("layers.1.mlp.up", "layers.0.mlp.up", 1)),
@@ -100,15 +103,15 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin") and None, ".bin files are pickles"),
     "a file missing": (
         lambda f: in_two(f, index={NORM: "c.safetensors"}),
-        "names files that are not there: c.safetensors",
+        "lists files that do not exist: c.safetensors",
     ),
     "in two files": (
         lambda f: in_two(f, both=NORM),
-        f"holds tensors twice: {NORM} in a.safetensors and in b.safetensors",
+        f"has duplicate tensors: {NORM} in a.safetensors and in b.safetensors",
     ),
     "in another file": (
         lambda f: in_two(f, index={UP: "b.safetensors"}),
-        f"names tensors that are not there: {UP} in b.safetensors",
+        f"lists tensors that do not exist: {UP} in b.safetensors",
     ),
     "a path in the index": (lambda f: in_two(f, index={NORM: "../a.safetensors"}), "no weight_map"),
 }
@@ -162,20 +165,23 @@ def view_past_its_storage(part: Path) -> None:
 META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (
         lambda part: part.write_bytes(part.read_bytes()[:-2000]),
-        "consolidated.00.pth is damaged, or cut short",
+        "consolidated.00.pth is damaged or truncated",
     ),
-    "empty": (lambda part: part.write_bytes(b""), "consolidated.00.pth is damaged, or cut short"),
+    "empty": (lambda part: part.write_bytes(b""), "consolidated.00.pth is damaged or truncated"),
     "only begun": (
         lambda part: part.write_bytes(b"\x80\x02"),
-        "consolidated.00.pth is damaged, or cut short",
+        "consolidated.00.pth is damaged or truncated",
     ),
     "a pickle that reads from nothing": (
         lambda part: part.write_bytes(b"\x80\x02K\x01e."),
-        "consolidated.00.pth is damaged, or cut short",
+        "consolidated.00.pth is damaged or truncated",
     ),
     "not of torch": (lambda part: part.write_bytes(b"x" * 5000), "consolidated.00.pth"),
-    "code": (lambda part: torch.save({"a": Path("a")}, part), "holds more than tensors, and is not loaded"),
-    "a list": (lambda part: torch.save([torch.ones(1)], part), "holds no dictionary of tensors"),
+    "code": (
+        lambda part: torch.save({"a": Path("a")}, part),
+        "contains other objects than tensors and is not loaded",
+    ),
+    "a list": (lambda part: torch.save([torch.ones(1)], part), "does not contain a dictionary of tensors"),
     "integers": (
         lambda part: torch.save(torch.load(part) | {"norm.weight": torch.ones(64, dtype=torch.int8)}, part),
         "holds norm.weight as torch.int8",
@@ -197,36 +203,39 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor larger than its storage": (
         lambda part: part.write_bytes(shorten_storage(part.read_bytes(), by=4)),
-        "bytes are said to be there, and ",
+        "it should have ",
     ),
     "compressed": (
         lambda part: part.write_bytes(shorten_storage(part.read_bytes(), by=0, compress=True)),
         "are stored",
     ),
-    "a view past its storage": (view_past_its_storage, "bytes are said to be there, and "),
+    "a view past its storage": (view_past_its_storage, "it should have "),
     "of before zip files": (
         lambda part: torch.save(torch.load(part), part, _use_new_zipfile_serialization=False),
-        "cannot be read in pieces: save it again with a newer torch",
+        "has torch's old format: save it again with a newer torch",
     ),
-    "no embedding": (lambda part: torch.save({"norm.weight": torch.ones(64)}, part), "is of no such model"),
+    "no embedding": (
+        lambda part: torch.save({"norm.weight": torch.ones(64)}, part),
+        "is not a supported model",
+    ),
     "no parts": (lambda part: part.unlink(), "there is no consolidated.00.pth"),
     "a part missing": (
         lambda part: part.rename(part.with_name("consolidated.01.pth")),
-        "lacks parts of the model: consolidated.00.pth",
+        "lacks files of the model: consolidated.00.pth",
     ),
     "parts that differ": (
         lambda part: torch.save(
             {name: t for name, t in torch.load(part).items() if name != "layers.0.attention.wq.weight"},
             part.with_name("consolidated.01.pth"),
         ),
-        "lacks tensors: layers.0.attention.wq.weight in part 01",
+        "lacks tensors: layers.0.attention.wq.weight in file 01",
     ),
     "parts of other sizes": (
         lambda part: torch.save(
             {name: t[..., :32].clone() if "w1" in name else t for name, t in torch.load(part).items()},
             part.with_name("consolidated.01.pth"),
         ),
-        "do not fit one another: layers.0.feed_forward.w1.weight: (172, 64), (172, 32)",
+        "do not match one another: layers.0.feed_forward.w1.weight: (172, 64), (172, 32)",
     ),
 }
 

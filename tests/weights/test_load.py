@@ -30,7 +30,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.export import export_hf
-from toolkit.weights.load import load_weights, open_alike
+from toolkit.weights.load import load_weights, open_on_all_ranks
 from toolkit.weights.safetensors import SafetensorsFolder
 
 TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
@@ -164,7 +164,9 @@ def other_ways(folders: dict[str, Path]) -> dict[str, Any]:
             model_parts = empty_model(source.args, layout)
             tensors = dict(model_parts.named_parameters())
             try:
-                seen = open_alike(lambda folder=folder: SafetensorsFolder(folder), on_rank_0_alone=broadcast)  # type: ignore[misc]
+                seen = open_on_all_ranks(
+                    lambda folder=folder: SafetensorsFolder(folder), only_rank_0=broadcast
+                )  # type: ignore[misc]
                 if "cut" in name and seen is not None:  # after its header was read
                     (folder / "model.safetensors").write_bytes(b"")
                 dist.barrier()
@@ -205,12 +207,14 @@ def test_broadcast_cast_and_what_does_not_fit(tmp_path: Path) -> None:
         names = [*folders, *(f"untied {layout}" for layout in LAYOUTS[2])]
         messages = {name: first[f"{name} {broadcast}"] for name in names}
         assert messages == {name: second[f"{name} {broadcast}"] for name in names}  # alike on every rank
-        assert "not there: layers.4.feed_forward.w3.weight" in messages["names"]
-        assert "there, but not in this model: model.layers.9.mlp.up_proj.weight" in messages["names"]
-        assert "tok_embeddings.weight (520, 64) there, (512, 64) here" in messages["vocabulary"]
+        assert "missing in the weights: layers.4.feed_forward.w3.weight" in messages["names"]
+        assert "in the weights, but not in this model: model.layers.9.mlp.up_proj.weight" in messages["names"]
+        assert (
+            "tok_embeddings.weight (520, 64) in the weights, (512, 64) in the model" in messages["vocabulary"]
+        )
         assert "--vocab-size" in messages["vocabulary"]
         assert "config.json" in messages["absent"]
         for layout in LAYOUTS[2]:
             assert 'set "tie_word_embeddings" to false' in messages[f"untied {layout}"]
             assert messages[f"untied {layout}"].count("differs") == 1
-        assert "cut short" in messages["cut"] or "too early" in messages["cut"]
+        assert "truncated" in messages["cut"] or "too early" in messages["cut"]

@@ -24,7 +24,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.generation.load import LoadedModel, load_model
 from toolkit.loss import IGNORED_LABEL
-from toolkit.weights.load import open_alike
+from toolkit.weights.load import open_on_all_ranks
 from toolkit.weights.open import CheckpointWeights, open_weights
 
 RUN = {"model": asdict(small())}
@@ -90,9 +90,9 @@ def test_a_checkpoint_that_was_altered_is_refused_before_anything_is_read(tmp_pa
 def _hashed(folder: str, altered: str) -> tuple[list[str], str]:
     """The files that this rank hashes, and the error of all."""
     with mock.patch.object(manifest, "_has_hash", side_effect=manifest._has_hash) as hashed:
-        open_alike(lambda: open_weights(folder, ranks=Ranks()))
+        open_on_all_ranks(lambda: open_weights(folder, ranks=Ranks()))
     with pytest.raises(DataError) as error:
-        open_alike(lambda: open_weights(altered, ranks=Ranks()))
+        open_on_all_ranks(lambda: open_weights(altered, ranks=Ranks()))
     return [call.args[0].name for call in hashed.call_args_list], str(error.value)
 
 
@@ -146,9 +146,9 @@ def test_what_holds_no_weights_is_told_what_would(tmp_path: Path, monkeypatch: p
     (tmp_path / "empty" / "pytorch_model.bin").touch()
     assert "save the model as safetensors" in said(tmp_path / "empty")
     CheckpointManager(tmp_path / "half").save(1, _full(), {})
-    assert "does not tell the shape of a model" in said(tmp_path / "half", CheckpointError)
+    assert "has no valid model args" in said(tmp_path / "half", CheckpointError)
     (tmp_path / "half" / "step-1" / "manifest.json").unlink()
-    assert "no checkpoint that was committed" in said(tmp_path / "half", CheckpointError)
+    assert "no committed checkpoint" in said(tmp_path / "half", CheckpointError)
 
 
 @pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")
@@ -160,7 +160,7 @@ def test_one_model_in_two_formats_is_the_same_weights(tmp_path: Path) -> None:
         assert theirs.read(name).equal(metas.read(name)), name
     shutil.copytree(stories / "meta", tmp_path / "both")
     shutil.copytree(stories / "hf", tmp_path / "both", dirs_exist_ok=True)
-    with pytest.raises(DataError, match="two saves of a model, model.safetensors and consolidated.00.pth"):
+    with pytest.raises(DataError, match="a model in two formats, model.safetensors and consolidated.00.pth"):
         open_weights(tmp_path / "both")
 
 

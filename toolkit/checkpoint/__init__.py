@@ -1,1 +1,1 @@
-"""Checkpoints that are complete and verified, or do not exist."""
+"""Checkpoints with atomic commits and verified contents."""

@@ -1,7 +1,7 @@
-"""Lets training go on while a checkpoint is written: what is to be saved is copied, a thread does the rest.
+"""Asynchronous checkpoints: training continues while a thread writes copies of the tensors.
 
-The copies are the price: as many bytes of host memory as the rank's part of the checkpoint, made at the
-first save and used again by each. Pinned, torch rounds each tensor up to a power of two.
+The copies take as much host memory as the rank's part of the checkpoint. They are allocated at the first save
+and reused; in pinned memory torch rounds each tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from toolkit.compat import dtensor_like
 from toolkit.distributed.dtensor import local
 
 
-class Background:
-    """One write at a time. ``pinned`` has a GPU copy into pages that stay in memory, which is faster."""
+class BackgroundWriter:
+    """Runs one write at a time in a thread. ``pinned`` copies from a GPU into pinned memory, which is
+    faster."""
 
     def __init__(self, *, pinned: bool = False):
         self._pinned = pinned
@@ -28,11 +29,11 @@ class Background:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now, on the CPU, sharded as they are; valid until the next call."""
-        parts = {name: local(tensor) for name, tensor in tensors.items()}
-        self._copies = {name: self._like(name, part) for name, part in parts.items()}
-        for name, part in parts.items():
-            self._copies[name].copy_(part, non_blocking=self._pinned)
+        """Return copies of the tensors on the CPU, with the same sharding; valid until the next call."""
+        shards = {name: local(tensor) for name, tensor in tensors.items()}
+        self._copies = {name: self._buffer(name, shard) for name, shard in shards.items()}
+        for name, shard in shards.items():
+            self._copies[name].copy_(shard, non_blocking=self._pinned)
         if self._pinned:
             torch.accelerator.synchronize()
         return {
@@ -42,28 +43,28 @@ class Background:
             for name, tensor in tensors.items()
         }
 
-    def _like(self, name: str, part: Tensor) -> Tensor:
-        """The last copy of this name, or a new one where it does not fit."""
+    def _buffer(self, name: str, shard: Tensor) -> Tensor:
+        """Return the last copy of this name, or a new buffer if it does not fit."""
         copy = self._copies.get(name)
-        if copy is not None and (copy.shape, copy.dtype) == (part.shape, part.dtype):
+        if copy is not None and (copy.shape, copy.dtype) == (shard.shape, shard.dtype):
             return copy
-        pinned = self._pinned and part.is_cuda
-        return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pinned)
+        pinned = self._pinned and shard.is_cuda
+        return torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=pinned)
 
     def start(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread of its own, which ends with the process."""
-        assert self._thread is None, "the last write has not been ended"
+        """Call ``write`` in a daemon thread."""
+        assert self._thread is None, "finish() was not called for the last write"
         self._thread = Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except BaseException as error:  # for whoever ends the write
+        except BaseException as error:  # finish() raises it
             self._failure = error
 
-    def end(self, *, wait: bool) -> None:
-        """Raise what the write that has ended failed with; ``wait`` until it has. Without one, nothing."""
+    def finish(self, *, wait: bool) -> None:
+        """Raise the error of the last write if it has ended; ``wait`` blocks until then."""
         if self._thread is None or (self._thread.is_alive() and not wait):
             return
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Checks that the chunks of an index make up each tensor once and whole, in bytes of their own."""
+"""Check that the chunks of an index cover each tensor exactly, without overlapping bytes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 def coverage_problem(
     tensors: Mapping[str, TensorStorageMetadata], stored: Mapping[MetadataIndex, Any]
 ) -> str | None:
-    """Name what is wrong with the chunks of ``tensors`` or with where they are ``stored``, or None."""
+    """Return a problem of the chunks of ``tensors`` or of their ``stored`` locations, or None."""
     for name, entry in tensors.items():
         if not all(_lies_inside(chunk, entry.size) for chunk in entry.chunks):
-            return f"a chunk of {name} lies outside its shape {tuple(entry.size)}"
+            return f"a chunk of {name} is outside its shape {tuple(entry.size)}"
         if not _tiles(entry.size, entry.chunks):
-            return f"the chunks of {name} overlap or leave holes in its shape {tuple(entry.size)}"
-        filled = [chunk for chunk in entry.chunks if all(chunk.sizes)]
-        if any(MetadataIndex(name, chunk.offsets) not in stored for chunk in filled):
-            return f"a chunk of {name} is stored nowhere"
+            return f"the chunks of {name} overlap or leave gaps in its shape {tuple(entry.size)}"
+        nonempty = [chunk for chunk in entry.chunks if all(chunk.sizes)]
+        if any(MetadataIndex(name, chunk.offsets) not in stored for chunk in nonempty):
+            return f"a chunk of {name} is not stored"
     spans = sorted((it.relative_path, it.offset, it.offset + it.length, at.fqn) for at, it in stored.items())
     for (file, _, end, name), (other_file, begin, _, other) in pairwise(spans):
         if file == other_file and begin < end:
-            return f"{name} and {other} have the same bytes of {file}"
+            return f"{name} and {other} share bytes of {file}"
     return None
 
 
@@ -37,10 +37,10 @@ def _lies_inside(chunk: ChunkStorageMetadata, shape: Sequence[int]) -> bool:
 
 
 def _tiles(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Check that ``chunks`` fill ``shape`` without overlap.
+    """Return whether ``chunks`` tile ``shape`` exactly.
 
-    A box is known by its corners, counted +1 or -1 by how many of their coordinates are ends: boxes fill
-    another one exactly where the counts of theirs sum to those of the other.
+    Each corner of a box is weighted with the product of +1 per start and -1 per end coordinate. Boxes tile
+    another box if and only if the sums of their weights equal those of the other box.
     """
     corners: Counter[tuple[int, ...]] = Counter()
 
@@ -50,7 +50,7 @@ def _tiles(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool
             sign = weight
             for _, side in corner:
                 sign *= side
-            corners[tuple(place for place, _ in corner)] += sign
+            corners[tuple(coordinate for coordinate, _ in corner)] += sign
 
     count([0] * len(shape), shape, -1)
     for chunk in chunks:

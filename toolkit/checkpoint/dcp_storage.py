@@ -1,4 +1,4 @@
-"""DCP's file storage, made to hash what it writes, to commit, and to run no code from what it reads."""
+"""DCP file storage that hashes its files, commits atomically, and reads without executing code."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 METADATA = ".metadata"
 _MAX_DIMENSIONS = 8
 _PROPERTIES = 5
-"""Values of a tensor's properties in a ``.metadata``, without the strides."""
+"""Number of properties of a tensor in a ``.metadata``, without the strides."""
 _CHUNK = 4 << 20
-"""Bytes that are hashed and then written while they are in the processor's cache."""
+"""Bytes that are hashed, then written while still in the CPU cache."""
 Files = dict[str, dict[str, Any]]
 
 
 class _HashingStream:
-    """A binary file that knows the hash and the length of what went through it."""
+    """A binary file that computes the hash and the length of the data written to it."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -78,8 +78,8 @@ class _HashingStream:
     def flush(self) -> None:
         self._file.flush()
 
-    def fileno(self) -> int:  # without it DCP calls os.sync(), which flushes the whole machine
-        self._file.flush()  # DCP asks for it to sync the file, and does not flush what it has written
+    def fileno(self) -> int:  # without it DCP calls os.sync(), which flushes all file systems
+        self._file.flush()  # DCP calls fileno() to sync the file, without flushing it first
         return self._file.fileno()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class _HashingStream:
 
 
 class HashingFileSystem(FileSystem):
-    """Notes size and hash of each file written through it in ``written``, by name."""
+    """Records size and hash of each file it writes in ``written``, by name."""
 
     def __init__(self) -> None:
         self.written: Files = {}
@@ -104,13 +104,13 @@ class HashingFileSystem(FileSystem):
             stream = _HashingStream(file)
             try:
                 yield stream
-            except RuntimeError as error:  # torch's zip writer speaks of positions in place of a full disk
+            except RuntimeError as error:  # torch's zip writer reports a wrong position if the disk is full
                 raise stream.failure or error from error
         self.written[path.name] = stream.entry()
 
 
 class RemoteFileSystem(HashingFileSystem):
-    """Files that DCP would write under a temporary name and rename have their last name at once."""
+    """Writes files under their final names, which DCP would write under temporary names and rename."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
@@ -132,8 +132,8 @@ class RemoteFileSystem(HashingFileSystem):
         pass
 
 
-class RowByRow(DefaultSavePlanner):
-    """Flat tensors, each stored row after row."""
+class ContiguousSavePlanner(DefaultSavePlanner):
+    """Saves a flat state dict of tensors, each contiguous."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -142,17 +142,17 @@ class RowByRow(DefaultSavePlanner):
         return object.contiguous()
 
 
-class Results(list[WriteResult]):
-    """A rank's report of its writing: DCP's results and, riding along, its files."""
+class WriteResults(list[WriteResult]):
+    """A rank's write results for DCP, with its files attached."""
 
     files: Files
 
 
 class CommittingWriter(FileSystemWriter):
-    """Writes into ``folder`` and calls ``commit(files, metadata)`` on rank 0 once all ranks are durable.
+    """Writes into ``folder`` and calls ``commit(files, metadata)`` on rank 0 once all ranks have synced.
 
-    ``files`` maps the names of all ranks' files to size and hash. What ``commit`` raises reaches
-    every rank through DCP. It runs inside DCP's ``finish``, hence in a background save as well.
+    ``files`` maps the names of all ranks' files to size and hash. DCP propagates exceptions of ``commit`` to
+    every rank. It runs inside DCP's ``finish``, therefore also in a background save.
     """
 
     def __init__(self, folder: Path, commit: Callable[[Files, Metadata], None]):
@@ -164,11 +164,11 @@ class CommittingWriter(FileSystemWriter):
         self._commit = commit
 
     def storage_meta(self) -> StorageMeta:
-        # DCP would pickle the folder's path: it names a machine and is wrong after the commit.
+        # DCP would pickle the folder's path, which is wrong after the commit.
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = Results(super().write_data(plan, planner).value())
+        results = WriteResults(super().write_data(plan, planner).value())
         results.files = self._hashing.written
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -177,13 +177,13 @@ class CommittingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         files = {METADATA: self._hashing.written[f"{METADATA}.tmp"]}
-        for of_rank in results:
-            assert isinstance(of_rank, Results)
-            files |= {name: entry for name, entry in of_rank.files.items() if not name.startswith(METADATA)}
+        for per_rank in results:
+            assert isinstance(per_rank, WriteResults)
+            files |= {name: entry for name, entry in per_rank.files.items() if not name.startswith(METADATA)}
         self._commit(files, metadata)
 
 
-# All that a .metadata of tensors names. Each is inert: building one runs nothing of the file's choosing.
+# The classes in a .metadata of tensors. None executes code from the file when it is constructed.
 _DTYPES = {name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)}
 _ALLOWED = {
     ("torch", "Size"),
@@ -207,9 +207,9 @@ _ALLOWED = {
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """Serve the ``getattr`` of a pickle, by which Python 3.11.0 to 3.11.3 write the members of an enum."""
+    """Replace ``getattr`` in a pickle, with which Python 3.11.0 to 3.11.3 write enum members."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise CheckpointError("it names builtins.getattr, which no checkpoint of tensors needs")
+        raise CheckpointError("it refers to builtins.getattr, which no checkpoint of tensors needs")
     return kind[name]
 
 
@@ -218,7 +218,7 @@ class _MetadataUnpickler(PlainUnpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) not in _ALLOWED:
-            raise CheckpointError(f"it names {module}.{name}, which no checkpoint of tensors needs")
+            raise CheckpointError(f"it refers to {module}.{name}, which no checkpoint of tensors needs")
         return super().find_class(module, name)
 
     def is_plain(self, key: Any) -> bool:
@@ -228,13 +228,13 @@ class _MetadataUnpickler(PlainUnpickler):
         return plain and type(key.index) in (int, type(None))
 
     def load_build(self) -> None:
-        # From 2.15 on torch adds strides, which older releases cannot take; a shard is read without them.
+        # torch 2.15 adds strides, which older releases do not accept and reading does not need.
         if isinstance(self.stack[-2], TensorProperties):
             properties = self.stack[-1]
             if len(properties) not in (_PROPERTIES, _PROPERTIES + 1):
-                rule = f"torch 2.11 to 2.14 write {_PROPERTIES} properties of a tensor, and 2.15 one more"
+                rule = f"torch 2.11 to 2.14 write {_PROPERTIES} properties per tensor, and 2.15 one more"
                 fix = "load it with the torch that wrote it, or update the toolkit"
-                raise CheckpointError(f"{rule}; here are {len(properties)}: {fix}")
+                raise CheckpointError(f"{rule}; this file has {len(properties)}: {fix}")
             self.stack[-1] = properties[:_PROPERTIES]
         super().load_build()
 
@@ -242,12 +242,12 @@ class _MetadataUnpickler(PlainUnpickler):
 
 
 def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metadata:
-    """DCP's index of the checkpoint in ``folder``, read without running code from it.
+    """Read DCP's index of the checkpoint in ``folder`` without executing code from it.
 
     Raises:
-        CheckpointError: it names anything but plain tensor metadata, holds items that are not tensors
-            (loading those would run their pickle), points outside the manifest's ``files``, or does not tell
-            of each part of each tensor once.
+        CheckpointError: it contains anything but plain tensor metadata, has items that are not tensors
+            (loading them would unpickle them), refers to files outside the manifest's ``files``, or does not
+            cover each tensor exactly.
     """
     path = folder / METADATA
     try:
@@ -255,55 +255,55 @@ def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metad
             metadata = _MetadataUnpickler(file).load()
         problem = _metadata_problem(metadata, files)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is refused: {error}") from None
+        raise CheckpointError(f"{path} is rejected: {error}") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if problem:
-        raise CheckpointError(f"{path} is refused: {problem}")
+        raise CheckpointError(f"{path} is rejected: {problem}")
     return metadata
 
 
 def _metadata_problem(metadata: Any, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     if not isinstance(metadata, Metadata) or not all(
-        isinstance(held, dict) for held in (metadata.storage_data, metadata.state_dict_metadata)
+        isinstance(field, dict) for field in (metadata.storage_data, metadata.state_dict_metadata)
     ):
         return "it is not the index of a checkpoint"
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            return f"{name} is not a tensor but a pickled object, which could run code"
+            return f"{name} is not a tensor but a pickled object, which could execute code"
         sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
         if not all(type(size) is torch.Size and len(size) <= _MAX_DIMENSIONS for size in sizes):
-            return f"{name} has a shape that is none"
-    for index, place in metadata.storage_data.items():
-        if not isinstance(place, StorageInfo) or type(place.relative_path) is not str:
-            return f"{index.fqn} lies nowhere"
-        if place.relative_path not in files:
-            return f"{index.fqn} lies outside the files of the manifest"
-        if place.transform_descriptors:
+            return f"{name} has an invalid shape"
+    for index, stored in metadata.storage_data.items():
+        if not isinstance(stored, StorageInfo) or type(stored.relative_path) is not str:
+            return f"{index.fqn} has an invalid location"
+        if stored.relative_path not in files:
+            return f"{index.fqn} is outside the files of the manifest"
+        if stored.transform_descriptors:
             return f"{index.fqn} is stored with a transform, which this toolkit never writes"
-        if {type(place.offset), type(place.length)} != {int}:
-            return f"{index.fqn} lies nowhere"
-        if not 0 <= place.offset <= place.offset + place.length <= files[place.relative_path]["bytes"]:
-            return f"{index.fqn} lies outside {place.relative_path}"
-    return coverage_problem(tensors_of(metadata), metadata.storage_data)
+        if {type(stored.offset), type(stored.length)} != {int}:
+            return f"{index.fqn} has an invalid location"
+        if not 0 <= stored.offset <= stored.offset + stored.length <= files[stored.relative_path]["bytes"]:
+            return f"{index.fqn} is outside {stored.relative_path}"
+    return coverage_problem(tensor_entries(metadata), metadata.storage_data)
 
 
-def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors of an index that holds nothing else, by name."""
+def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors of a validated index, by name."""
     entries = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def tensor_place(
+def locate_tensor(
     folder: Path, metadata: Metadata, name: str, number: int, file: Path | None = None
 ) -> TensorPlace:
-    """Find where a vetted index puts the numbers of a chunk of the tensor ``name``; read none of them.
-    ``file`` stands for the file that the index names.
+    """Locate the elements of a chunk of the tensor ``name`` by a validated index, without reading them.
+    ``file`` replaces the file in the index.
 
     Raises:
-        CheckpointError: there is no such tensor whose rows follow one another.
+        CheckpointError: there is no such contiguous tensor.
     """
-    entry = tensors_of(metadata)[name]
+    entry = tensor_entries(metadata)[name]
     chunk = entry.chunks[number]
     stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     file = file or folder / stored.relative_path
@@ -312,19 +312,19 @@ def tensor_place(
             part = io.BufferedReader(FilePart(stream, stored.offset, stored.length))
             saved = SavedFile(file, part, begin=stored.offset)
             place = saved.place(saved.load())
-    except Exception as error:  # what is damaged raises nearly anything
+    except Exception as error:  # a damaged file raises nearly anything
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if place.shape != tuple(chunk.sizes) or place.dtype != entry.properties.dtype:
-        raise CheckpointError(f"{name} in {file} is not the piece that the index tells of; {ADVICE}")
+        raise CheckpointError(f"{name} in {file} does not match the chunk in the index; {ADVICE}")
     return place
 
 
 class VerifiedReader(FileSystemReader):
-    """Reads tensors by an index that :func:`read_metadata` has already vetted, straight to where they belong:
-    DCP's own way makes two copies on the way there."""
+    """Reads tensors by an index that :func:`read_metadata` validated, directly into their destination; DCP
+    would make two copies."""
 
     def __init__(self, folder: Path, metadata: Metadata):
-        super().__init__("")  # DCP's own way is not taken
+        super().__init__("")  # DCP's own reading is overridden
         self.folder = folder
         self.metadata = metadata
 
@@ -350,6 +350,6 @@ class VerifiedReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def place(self, index: MetadataIndex) -> TensorPlace:
-        """Find where a chunk lies, as :func:`tensor_place` does."""
+        """Locate a chunk, as :func:`locate_tensor` does."""
         assert index.index is not None, "the planner numbers the chunks"
-        return tensor_place(self.folder, self.metadata, index.fqn, index.index)
+        return locate_tensor(self.folder, self.metadata, index.fqn, index.index)

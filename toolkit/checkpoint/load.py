@@ -1,4 +1,4 @@
-"""Reads a checkpoint into tensors that exist already, after checking that it fits and is what was saved."""
+"""Loading of a checkpoint into existing tensors, with verification."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.dcp_storage import METADATA, VerifiedReader, read_metadata, tensors_of
+from toolkit.checkpoint.dcp_storage import METADATA, VerifiedReader, read_metadata, tensor_entries
 from toolkit.checkpoint.manifest import ADVICE, check_files
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, first_few
 
-_SHOWN = 8
+_SHOWN = 8  # names in a message
 
 
 def load_tensors(
@@ -30,18 +30,18 @@ def load_tensors(
     verify: bool,
     ranks: Ranks,
 ) -> None:
-    """Fill ``tensors`` from ``folder``; see :meth:`toolkit.checkpoint.manager.CheckpointManager.load`.
+    """Load ``tensors`` from ``folder``; see :meth:`toolkit.checkpoint.manager.CheckpointManager.load`.
 
-    The index is verified first, the shards while they are read, in a thread: their bytes come from the disk
-    once. So after an error ``tensors`` may hold anything.
+    The index is verified first; shards are verified in a thread while they are read, so that the disk is read
+    once. After an error the contents of ``tensors`` are undefined.
 
     Raises:
         CheckpointError: the same on every rank.
     """
     files = manifest["files"]
     index = {name: files[name] for name in files if name == METADATA}
-    unsound = check_files(folder, files, verify=False) or check_files(folder, index, verify=verify)
-    _agree(ranks, folder, unsound, ADVICE)
+    problems = check_files(folder, files, verify=False) or check_files(folder, index, verify=verify)
+    _agree(ranks, folder, problems, ADVICE)
     metadata, problems = None, []
     try:
         metadata = read_metadata(folder, files)
@@ -49,15 +49,15 @@ def load_tensors(
         problems = [str(error)]
     _agree(ranks, folder, problems, ADVICE)
     assert metadata is not None
-    wanted = {name: tensor.detach() for name, tensor in tensors.items() if not excluded(name, exclude)}
-    _agree(ranks, folder, _misfits(metadata, wanted, exclude, ranks), "set model.* as in that run")
+    targets = {name: tensor.detach() for name, tensor in tensors.items() if not is_excluded(name, exclude)}
+    _agree(ranks, folder, _mismatches(metadata, targets, exclude, ranks), "set model.* as in that run")
     failure = None
     with ThreadPoolExecutor(1, "verify") as thread:
-        verified = thread.submit(check_files, folder, share(files, ranks), verify=verify)
+        verified = thread.submit(check_files, folder, files_to_verify(files, ranks), verify=verify)
         try:
-            with ranks.quiet():
+            with ranks.suppress_dcp_warning():
                 dcp.load(
-                    wanted,
+                    targets,
                     storage_reader=_reader(folder, metadata),
                     planner=DefaultLoadPlanner(flatten_state_dict=False),
                     process_group=ranks.group,
@@ -78,48 +78,48 @@ def _reader(folder: Path, metadata: Metadata) -> VerifiedReader:
     return RemoteReader(folder, metadata)
 
 
-def excluded(name: str, exclude: Sequence[str]) -> bool:
-    """Say if ``name`` is one of ``exclude`` or lies under one ("optim" covers "optim.norm.weight.step")."""
+def is_excluded(name: str, exclude: Sequence[str]) -> bool:
+    """Return whether ``name`` is one of ``exclude`` or below one ("optim" has "optim.norm.weight.step")."""
     return any(name == prefix or name.startswith(prefix + ".") for prefix in exclude)
 
 
-def share(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """This rank's part of the shards, so that each is hashed once: those that the same rank wrote, which it
-    most likely reads as well."""
+def files_to_verify(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Return the shards that this rank verifies: those that the same rank wrote, which it probably also
+    reads. Each shard is verified by one rank."""
     writers = {name: int(name.split("_")[2]) for name in files if name != METADATA}
     return {name: files[name] for name, writer in writers.items() if writer % ranks.size == ranks.rank}
 
 
-def _misfits(
-    metadata: Metadata, wanted: Mapping[str, Tensor], exclude: Sequence[str], ranks: Ranks
+def _mismatches(
+    metadata: Metadata, targets: Mapping[str, Tensor], exclude: Sequence[str], ranks: Ranks
 ) -> list[str]:
-    """Differences in names and shapes between the checkpoint and this rank's tensors."""
-    stored = tensors_of(metadata)
+    """List differences in names and shapes between the checkpoint and this rank's tensors."""
+    stored = tensor_entries(metadata)
     problems = []
-    missing = [name for name in wanted if name not in stored]
+    missing = [name for name in targets if name not in stored]
     if missing:
         tops = {name.partition(".")[0] for name in missing} - {name.partition(".")[0] for name in stored}
         hint = (
-            f" (nothing of {', '.join(sorted(tops))}; checkpoint.exclude_from_loading leaves it out)"
+            f" (nothing of {', '.join(sorted(tops))}; checkpoint.exclude_from_loading skips it)"
             if tops
             else ""
         )
         problems.append(f"not in the checkpoint{hint}: {first_few(missing, _SHOWN)}")
     shapes = [
-        f"{name} {tuple(stored[name].size)} there, {tuple(tensor.shape)} here"
-        for name, tensor in wanted.items()
+        f"{name} {tuple(stored[name].size)} in the checkpoint, {tuple(tensor.shape)} in the model"
+        for name, tensor in targets.items()
         if name in stored and stored[name].size != tensor.shape
     ]
     if shapes:
         problems.append(f"of another shape: {first_few(shapes, _SHOWN)}")
-    # Ranks of a pipeline each hold some of the names: what no rank asks for is too much.
+    # Each rank of a pipeline has some of the names; those that no rank has are unexpected.
     names = sorted(stored)
-    asked = ranks.any_of([name in wanted for name in names])
-    tops = {name.partition(".")[0] for name, used in zip(names, asked, strict=True) if used}
+    used_by_any = ranks.any_of([name in targets for name in names])
+    tops = {name.partition(".")[0] for name, used in zip(names, used_by_any, strict=True) if used}
     extra = [
         name
-        for name, used in zip(names, asked, strict=True)
-        if not used and name.partition(".")[0] in tops and not excluded(name, exclude)
+        for name, used in zip(names, used_by_any, strict=True)
+        if not used and name.partition(".")[0] in tops and not is_excluded(name, exclude)
     ]
     if extra:
         problems.append(f"in the checkpoint but not in this model: {first_few(extra, _SHOWN)}")
@@ -127,6 +127,6 @@ def _misfits(
 
 
 def _agree(ranks: Ranks, folder: Path, problems: Sequence[str], fix: str) -> None:
-    found = ranks.gather_problems(problems)
-    if found:
-        raise CheckpointError("\n  ".join([f"{folder} cannot be loaded:", *found, f"fix:  {fix}"]))
+    all_problems = ranks.gather_problems(problems)
+    if all_problems:
+        raise CheckpointError("\n  ".join([f"{folder} cannot be loaded:", *all_problems, f"fix:  {fix}"]))

@@ -1,4 +1,4 @@
-"""Writes and deletes checkpoints in a folder of this machine: one rename makes a step there, and unmakes it.
+"""Committing and deleting checkpoints in a local folder, by one rename each.
 
 :mod:`toolkit.checkpoint.remote_steps` has the same functions for object storage. Imports no torch.
 """
@@ -15,54 +15,56 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import MANIFEST, step_folder
 from toolkit.io.atomic import sync_file, sync_folder
-from toolkit.io.work_folder import take_place
+from toolkit.io.work_folder import replace_folder
 
 _TEMPORARY = re.compile(r"step-\d+\.tmp-[0-9a-f]+")
 _REPLACED = re.compile(r"(step-\d+)\.replaced-[0-9a-f]+")
 
 
 def temporary_name(final: Path) -> Path:
-    """A new name beside ``final``, by which nobody takes it for a checkpoint."""
+    """Return a new path next to ``final`` that is not recognized as a checkpoint."""
     return final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
 def begin(final: Path) -> Path:
-    """Make the folder in which the files of ``final`` are written, and return it."""
+    """Create and return the temporary folder for the files of ``final``."""
     temporary = temporary_name(final)
     temporary.mkdir(parents=True)
     return temporary
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Turn the written folder into the checkpoint ``final``, in the place of one of before."""
+    """Turn the temporary folder into the checkpoint ``final``, replacing an earlier one."""
     with (temporary / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         sync_file(file)
     sync_folder(temporary)
-    take_place(temporary, final)
+    replace_folder(temporary, final)
 
 
 def discard(temporary: Path) -> None:
-    """Remove what a failed save has written."""
+    """Remove the files of a failed save."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def delete(folder: Path, step: int) -> None:
-    """Delete the checkpoint of ``step``, renamed first: half deleted, it must not look committed."""
+    """Delete the checkpoint of ``step``. It is renamed first, so that it never looks committed half
+    deleted."""
     path = step_folder(folder, step)
     shutil.rmtree(path.rename(temporary_name(path)))
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Folders of saves and deletions that did not come to their end."""
+    """Return the folders of interrupted saves and deletions."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in found if _TEMPORARY.fullmatch(path.name) or _REPLACED.fullmatch(path.name))
 
 
 def clear(folder: Path) -> Iterator[str]:
-    """Remove the leftovers, or put back a checkpoint whose successor was never committed; tell of each.
+    """Remove leftovers, or restore a checkpoint whose replacement was never committed. Yields a message for
+    each.
 
-    Exports are named alike, and ``folder`` may be theirs.
+    Also works in a folder of exports, which are named alike.
     """
     for path in leftovers(folder):
         replaced = _REPLACED.fullmatch(path.name)
@@ -72,5 +74,5 @@ def clear(folder: Path) -> Iterator[str]:
         else:
             shutil.rmtree(path)
             yield f"removed {path.name}, left by a save that was killed"
-    for lock in folder.glob("step-*.lock"):  # of an export that was killed with its run
+    for lock in folder.glob("step-*.lock"):  # of an export whose run was killed
         lock.unlink()

@@ -1,8 +1,8 @@
-"""Saves, finds, loads and retires the checkpoints of a run.
+"""Saving, finding, loading and deleting the checkpoints of a run.
 
-A save writes DCP shards into ``step-N.tmp-<id>``, hashed on the way, syncs them, adds the manifest and
-commits by one rename. Killed anywhere, it leaves either the previous state or the new one, and a
-``.tmp-`` folder that the next start removes.
+A save writes DCP shards into ``step-N.tmp-<id>`` while hashing them, syncs them, adds the manifest and
+commits by one rename. If it is killed at any point, either the previous state or the new one remains, and
+perhaps a ``.tmp-`` folder that the next start removes.
 """
 
 from __future__ import annotations
@@ -21,34 +21,39 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.async_save import Background
-from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, tensors_of
+from toolkit.checkpoint.async_save import BackgroundWriter
+from toolkit.checkpoint.dcp_storage import CommittingWriter, ContiguousSavePlanner, Files, tensor_entries
 from toolkit.checkpoint.load import load_tensors
 from toolkit.checkpoint.manifest import (
     build_manifest,
     committed_steps,
+    invalid_steps,
     read_manifest,
     step_folder,
-    unsound_steps,
 )
-from toolkit.checkpoint.retention import steps_in, superseded
+from toolkit.checkpoint.retention import step_storage, steps_to_delete
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 
 
 class CheckpointManager:
-    """The checkpoints in ``folder``, seen alike by all ranks of ``group`` (default: all).
+    """The checkpoints in ``folder``.
 
-    Every method is collective: all ranks call it, with the same arguments but for the tensors, which
-    are each rank's own. ``keep_latest_k`` is how many committed checkpoints are kept, 0 for all; those of
-    steps that ``keep_every_n`` divides stay beside them, and so do those of the steps ``best`` and ``start``,
-    to which each start of the run goes back. With ``background``, saves are written while the caller goes
-    on, and the group is one that nobody else uses.
-    ``say`` takes one line of text for the user; rank 0 calls it. Tensors may be DTensors of any mesh; the
-    group must carry CPU tensors (gloo).
+    Every method is collective: all ranks of ``group`` (default: all) call it with the same arguments, except
+        for
+    the tensors. Tensors may be DTensors of any mesh.
+
+    Args:
+        keep_latest_k: number of committed checkpoints to keep; 0 keeps all.
+        keep_every_n: also keep steps that are multiples of this.
+        start: also keep this step, to which every start of the run returns.
+        background: writer for asynchronous saves; needs a ``group`` of its own.
+        group: must support CPU tensors (gloo).
+        say: called on rank 0 with a line of text for the user.
 
     Attributes:
+        best: also keep this step.
         saved: steps whose checkpoints this manager has committed.
     """
 
@@ -59,7 +64,7 @@ class CheckpointManager:
         keep_latest_k: int = 0,
         keep_every_n: int | None = None,
         start: int | None = None,
-        background: Background | None = None,
+        background: BackgroundWriter | None = None,
         group: dist.ProcessGroup | None = None,
         say: Callable[[str], None] = print,
     ):
@@ -73,54 +78,51 @@ class CheckpointManager:
         self.group = group
         self.say = say
         self.ranks = Ranks(group)
-        assert not (background and self.ranks.size > 1 and group is None), "the caller uses the default group"
+        assert not (background and self.ranks.size > 1 and group is None), "needs a group of its own"
 
     def latest(self) -> int | None:
-        """The newest committed step, or None; rank 0's view of the file system decides.
-
-        What looks newer but is no checkpoint is told.
-        """
+        """Return the newest committed step on rank 0's file system, or None. Newer invalid folders are
+        reported."""
         self.end_save(wait=True)
         return self.ranks.on_rank_0(self._latest)
 
     def _latest(self) -> int | None:
         newest = max(committed_steps(self.folder), default=None)
-        for step, reason in sorted(unsound_steps(self.folder).items()):
+        for step, reason in sorted(invalid_steps(self.folder).items()):
             if newest is None or step > newest:
                 self.say(f"checkpoint: passed over step-{step}: {reason}")
         return newest
 
     def save(self, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
-        """Write ``tensors`` under flat names, with ``run`` (JSON types) in the manifest, as ``step-N``.
+        """Save ``tensors`` by flat names as ``step-N``, with ``run`` (JSON types) in the manifest.
 
-        A committed checkpoint of the same step is replaced: after a rewind, what is written last is
-        what counts. Then the oldest that need not be kept are deleted. Returns the folder.
+        Replaces a committed checkpoint of the same step, then deletes old checkpoints. Returns the folder.
 
-        With ``background`` it returns when the tensors and ``run`` are copied, and :meth:`end_save` says how
-        the write ended.
+        With ``background`` it returns when the tensors and ``run`` are copied, and :meth:`end_save` raises
+        the write's error.
 
         Raises:
-            CheckpointError: on every rank, when any rank could not write (disk full, read-only …). All
-                earlier checkpoints are as they were.
+            CheckpointError: on every rank, if any rank could not write (disk full, read-only, …). Earlier
+                checkpoints are unchanged.
         """
         self.end_save(wait=True)
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         if self.background:
-            copies, about = self.background.copy(tensors), copy.deepcopy(run)
-            self.background.start(lambda: self._write(step, copies, about))
+            copies, run_copy = self.background.copy(tensors), copy.deepcopy(run)
+            self.background.start(lambda: self._write(step, copies, run_copy))
         else:
             self._write(step, tensors, run)
         return step_folder(self.folder, step)
 
     def end_save(self, *, wait: bool) -> None:
-        """Raise what a save in the background has failed with; ``wait`` until it has ended.
+        """Raise the error of a background save that has ended; ``wait`` blocks until then.
 
         Raises:
-            CheckpointError: as :meth:`save` does, though not on every rank in the same call. Every method
-                that uses the folder raises it, if none has before.
+            CheckpointError: as :meth:`save` does, though not on every rank in the same call. The next method
+                that uses the folder raises it.
         """
         if self.background:
-            self.background.end(wait=wait)
+            self.background.finish(wait=wait)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> None:
         final = step_folder(self.folder, step)
@@ -130,23 +132,23 @@ class CheckpointManager:
             temporary, lambda files, metadata: commit_folder(temporary, final, files, metadata, run)
         )
         try:
-            with without_crc32(), self.ranks.quiet():
+            with without_crc32(), self.ranks.suppress_dcp_warning():
                 dcp.save(
                     dict(tensors),
                     storage_writer=writer,
-                    planner=RowByRow(),
+                    planner=ContiguousSavePlanner(),
                     process_group=self.group,
                 )
         except CheckpointException as error:
             if self.ranks.rank == 0:
-                steps_in(final).discard(temporary)
+                step_storage(final).discard(temporary)
             raise CheckpointError(
                 f"the checkpoint of step {step} was not saved to {final}: {_reasons(error)}\n"
-                "  Earlier checkpoints are as they were. Free space or repair the folder."
+                "  Earlier checkpoints are unchanged. Free space or repair the folder."
             ) from error
         self.saved.add(step)
         if self.ranks.rank == 0:
-            self._retire(step)
+            self._delete_old(step)
 
     def load(
         self,
@@ -156,16 +158,17 @@ class CheckpointManager:
         exclude: Sequence[str] = (),
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Read a step (−1: the newest) or any checkpoint folder into ``tensors``, in place; the manifest.
+        """Load a step (−1: the newest) or any checkpoint folder into ``tensors``, in place. Returns the
+        manifest.
 
-        Any layout loads what any other saved. Names that start with one of ``exclude`` (whole parts:
-        ``optim``, ``model.output``) keep their values. Top-level names that no rank asks for, such as
-        ``optim`` when only ``model`` is loaded, are skipped; within the others names must agree.
-        ``verify`` checks hashes, each rank's of a share of the files.
+        Any layout can load any other's checkpoint. Names below one of ``exclude`` (such as ``optim`` or
+        ``model.output``) keep their values. Top-level names that no rank has in ``tensors``, such as
+        ``optim`` when only ``model`` is loaded, are skipped; all other names must match. ``verify`` checks
+        the hashes of the files, which are divided among the ranks.
 
         Raises:
-            CheckpointError: on every rank alike: no such checkpoint; files missing, truncated, altered
-                or unsafe; names or shapes that do not fit. ``tensors`` then may hold anything.
+            CheckpointError: on every rank: no such checkpoint; missing, truncated, altered or unsafe files;
+                names or shapes that do not match. The contents of ``tensors`` are then undefined.
         """
         self.end_save(wait=True)
         folder, manifest = self.ranks.on_rank_0(lambda: self._find(where))
@@ -173,20 +176,20 @@ class CheckpointManager:
         return manifest
 
     def remove_leftovers(self, exports: Path | None = None) -> None:
-        """Clear what killed saves and deletions left behind, also in the run's folder of ``exports``; called
-        at the start of a run that will save."""
+        """Remove the leftovers of killed saves and deletions, also in the run's folder of ``exports``; called
+        at the start of a run that saves."""
         self.end_save(wait=True)
         self.ranks.on_rank_0(lambda: self._remove_leftovers(exports))
 
     def _remove_leftovers(self, exports: Path | None) -> None:
-        for said in steps_in(self.folder).clear(self.folder):
-            self.say(f"checkpoint: {said}")
-        for said in steps_in(exports).clear(exports) if exports else ():
-            self.say(f"export: {said}")
+        for message in step_storage(self.folder).clear(self.folder):
+            self.say(f"checkpoint: {message}")
+        for message in step_storage(exports).clear(exports) if exports else ():
+            self.say(f"export: {message}")
 
     def _new_folder(self, final: Path) -> Path:
         try:
-            return steps_in(final).begin(final)
+            return step_storage(final).begin(final)
         except OSError as error:
             reason: object = f"{error.strerror}: {error.filename}"
         except DataError as error:
@@ -200,12 +203,12 @@ class CheckpointManager:
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
         if where != -1 and where not in steps:
-            # the folder may be there without being sound; then its manifest says what is wrong
+            # The folder may exist but be invalid; then reading its manifest reports why.
             if step_folder(self.folder, where).is_dir():
                 return step_folder(self.folder, where)
-            there = ", ".join(map(str, steps))
+            available = ", ".join(map(str, steps))
             raise CheckpointError(
-                f"there is no checkpoint of step {where} in {self.folder}; there are: {there}"
+                f"there is no checkpoint of step {where} in {self.folder}; available: {available}"
             )
         return step_folder(self.folder, steps[-1] if where == -1 else where)
 
@@ -213,14 +216,15 @@ class CheckpointManager:
         folder = self._locate(where)
         return folder, read_manifest(folder)
 
-    def _retire(self, just_saved: int) -> None:
-        """Delete the oldest that need not be kept, never the one just saved. A failure is only told."""
+    def _delete_old(self, just_saved: int) -> None:
+        """Delete the oldest checkpoints that are not kept, never the one just saved. Failures are only
+        reported."""
         try:
             steps = committed_steps(self.folder)
         except (CheckpointError, DataError) as error:
             self.say(f"checkpoint: none was deleted: {error}")
             return
-        for step in superseded(
+        for step in steps_to_delete(
             steps,
             newest=just_saved,
             keep_latest_k=self.keep_latest_k,
@@ -228,7 +232,7 @@ class CheckpointManager:
             also_kept=(self.best, self.start),
         ):
             try:
-                steps_in(self.folder).delete(self.folder, step)
+                step_storage(self.folder).delete(self.folder, step)
             except (OSError, DataError) as error:
                 self.say(f"checkpoint: {step_folder(self.folder, step)} could not be deleted: {error}")
 
@@ -236,24 +240,24 @@ class CheckpointManager:
 def commit_folder(
     temporary: Path, final: Path, files: Files, metadata: Metadata, run: Mapping[str, Any]
 ) -> None:
-    """Turn the written folder into the checkpoint ``final``; runs on rank 0 after all ranks have synced."""
-    unseen = [name for name in files if not (temporary / name).is_file()]
-    if unseen:
+    """Turn the temporary folder into the checkpoint ``final``; runs on rank 0 after all ranks have synced."""
+    missing = [name for name in files if not (temporary / name).is_file()]
+    if missing:
         raise CheckpointError(
-            f"rank 0 does not see {', '.join(unseen[:3])} in {temporary}: "
+            f"rank 0 does not see {', '.join(missing[:3])} in {temporary}: "
             "the checkpoint folder must be on a file system that all nodes share"
         )
-    sizes = [math.prod(t.size) * t.properties.dtype.itemsize for t in tensors_of(metadata).values()]
+    sizes = [math.prod(t.size) * t.properties.dtype.itemsize for t in tensor_entries(metadata).values()]
     step = int(final.name.removeprefix("step-"))
     manifest = build_manifest(
         step=step, files=files, tensor_count=len(sizes), tensor_bytes=sum(sizes), run=dict(run)
     )
-    steps_in(final).commit(temporary, final, manifest)
+    step_storage(final).commit(temporary, final, manifest)
 
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """torch's own checksum costs a third of a save, and the hash covers more."""
+    """Disable torch's checksum, which takes a third of a save; the hash covers more."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

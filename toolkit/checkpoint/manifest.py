@@ -1,8 +1,8 @@
-"""The manifest, which makes a folder a checkpoint. Imports no torch.
+"""The manifest of a checkpoint. Imports no torch.
 
-``step-N/manifest.json`` is written last, inside a temporary folder that one rename then turns into
-``step-N``. A folder with a sound manifest therefore holds a complete checkpoint, and only such folders
-exist for loading, for retention and for "latest".
+``step-N/manifest.json`` is written last, inside a temporary folder that is then renamed to ``step-N``. A
+folder with a valid manifest is therefore a complete checkpoint; all other folders are ignored by loading,
+retention and "latest".
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from toolkit.io.json_fields import MAX_BYTES, is_size, parse_json
 MANIFEST = "manifest.json"
 FORMAT = "llama-toolkit checkpoint"
 VERSION = 2
-_READ = (1, 2)
-"""Versions that are read: before 2 files were hashed with SHA-256."""
+_READABLE = (1, 2)
+"""Versions that can be read; version 1 hashes files with SHA-256."""
 
 new_hash = blake3
-"""Hashes what is written: as strong as SHA-256, and on one core three times as fast."""
+"""Hash of written files: as strong as SHA-256, and three times as fast on one core."""
 HASH = "blake3"
 _HASHES: dict[str, Callable[[], Any]] = {HASH: new_hash, "sha256": hashlib.sha256}
-"""Hashes that a manifest may name."""
+"""Hashes that a manifest may contain."""
 
 _NO_MANIFEST = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
-"""Errors of reading a file that say that it is none, or too large to be a manifest."""
+"""Errors that mean that the path is not a file, or too large to be a manifest."""
 
-# Everything that DCP writes has one of these names; no other may be read, so no path can escape.
+# The names of all files that DCP writes. No other name is read, so that no path leaves the folder.
 _FILE_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FIELDS = {
@@ -72,24 +72,24 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
     "best_of": str | None,
     "before": dict,
 }
-"""Entries of a manifest about its run that this toolkit reads."""
+"""Fields of ``run`` in a manifest that this toolkit reads."""
 
 
 class UnreadableCheckpoint(CheckpointError):
-    """A checkpoint that is there and cannot be read: it may be whole, and no run may go on without it."""
+    """A checkpoint that exists but cannot be read: it may be complete, so a run must not ignore it."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` lies."""
+    """Return the path of the checkpoint of ``step``."""
     return folder / f"step-{step}"
 
 
 def build_manifest(
     *, step: int, files: dict[str, dict[str, Any]], tensor_count: int, tensor_bytes: int, run: dict[str, Any]
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint: ``files`` maps names to ``{"bytes": int, "blake3": hex}``.
+    """Build the manifest of a checkpoint. ``files`` maps names to ``{"bytes": int, "blake3": hex}``.
 
-    ``run`` is the caller's own: configuration, mesh, tokens, data position, versions; JSON types only.
+    ``run`` has the caller's configuration, mesh, tokens, data position and versions, as JSON types.
     """
     manifest = {
         "format": FORMAT,
@@ -98,19 +98,19 @@ def build_manifest(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": dict(sorted(files.items())),
         "tensors": {"count": tensor_count, "bytes": tensor_bytes},
-        # through JSON once, so that keys and tuples are already what a reader will see
+        # Through JSON, so that keys and tuples are as a reader will see them.
         "run": json.loads(json.dumps(run)),
     }
     return manifest | {"digest": _digest(manifest)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in ``folder`` (a ``step-N``).
+    """Read and validate the manifest of the checkpoint in ``folder`` (a ``step-N``), without checking its
+    files.
 
     Raises:
         UnreadableCheckpoint: it cannot be read, or is of a newer toolkit.
-        CheckpointError: there is none, or it is damaged, of another format, or not of this step; the
-            message says which. The files that it lists are not looked at.
+        CheckpointError: there is none, or it is damaged, of another format, or of another step.
     """
     path = folder / MANIFEST
     try:
@@ -128,8 +128,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def named_steps(folder: Path) -> list[int]:
-    """Steps that have a ``step-N`` in ``folder``, whatever is in it, ascending; no folder means none.
+def step_numbers(folder: Path) -> list[int]:
+    """Return the steps with a ``step-N`` in ``folder``, valid or not, ascending; none if the folder is
+    missing.
 
     Raises:
         UnreadableCheckpoint: ``folder`` cannot be listed.
@@ -142,46 +143,45 @@ def named_steps(folder: Path) -> list[int]:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints in ``folder``, ascending; no folder means none.
+    """Return the steps of the committed checkpoints in ``folder``, ascending; none if the folder is missing.
 
     Raises:
-        UnreadableCheckpoint: ``folder`` cannot be listed, or what may be a checkpoint cannot be read.
+        UnreadableCheckpoint: ``folder`` cannot be listed, or a possible checkpoint cannot be read.
     """
-    return [step for step in named_steps(folder) if _is_committed(step_folder(folder, step))]
+    return [step for step in step_numbers(folder) if _is_committed(step_folder(folder, step))]
 
 
-def unsound_steps(folder: Path) -> dict[int, str]:
-    """Steps that have a folder in ``folder`` but no committed checkpoint in it, or one that cannot be read,
-    with what is wrong.
+def invalid_steps(folder: Path) -> dict[int, str]:
+    """Return the problem of each step in ``folder`` that is not a committed checkpoint, or cannot be read.
 
     Raises:
         UnreadableCheckpoint: ``folder`` cannot be listed.
     """
-    found = {}
-    for step in named_steps(folder):
+    problems = {}
+    for step in step_numbers(folder):
         try:
             read_manifest(step_folder(folder, step))
         except CheckpointError as error:
-            found[step] = str(error)
-    return found
+            problems[step] = str(error)
+    return problems
 
 
 def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> list[str]:
-    """Problems of these files of the checkpoint in ``folder``, one line a file.
+    """Return the problems of these files of the checkpoint in ``folder``, one line per file.
 
-    Existence and size; with ``verify`` the hash too, which reads them.
+    Checks existence and size, with ``verify`` also the hash, which reads the files.
     """
     problems = []
     for name, expected in files.items():
         try:
-            found = (folder / name).stat()
-            size = found.st_size
-            if not stat.S_ISREG(found.st_mode):
-                problems.append(f"{name} is no regular file")
+            status = (folder / name).stat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{name} is not a regular file")
             elif size != expected["bytes"]:
                 problems.append(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
             elif verify and not _has_hash(folder / name, expected):
-                problems.append(f"{name} was altered: its hash is not the one of the manifest")
+                problems.append(f"{name} was altered: its hash is not that in the manifest")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except OSError as error:
@@ -191,14 +191,14 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool)
     return problems
 
 
-ADVICE = "take another step (in a run by checkpoint.load_step), or a copy of this one"
+ADVICE = "use another step (in a run by checkpoint.load_step), or a copy of this one"
 
 
 def _is_committed(folder: Path) -> bool:
     try:
         read_manifest(folder)
     except UnreadableCheckpoint as error:
-        fix = f"make it readable here, or move {folder} away: then the run goes on without it"
+        fix = f"make it readable, or move {folder} away to run without it"
         raise UnreadableCheckpoint(f"{error}\n  fix:  {fix}") from None
     except CheckpointError:
         return False
@@ -206,7 +206,7 @@ def _is_committed(folder: Path) -> bool:
 
 
 def _is_newer(manifest: Any) -> bool:
-    """Say if a manifest, of which something is wrong, is of this toolkit's format and a later version."""
+    """Return whether an invalid manifest is of a later version of this toolkit's format."""
     ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
     return ours and isinstance(manifest.get("version"), int) and manifest["version"] > VERSION
 
@@ -214,16 +214,16 @@ def _is_newer(manifest: Any) -> bool:
 def _absent(folder: Path) -> str:
     if not folder.is_dir():
         return f"no checkpoint at {folder}: there is no such folder"
-    of_a_run = {path.parent for path in folder.glob("*/step-*")}
-    for place in (folder, *sorted(of_a_run)):
-        if steps := committed_steps(place):
+    subfolders = {path.parent for path in folder.glob("*/step-*")}
+    for parent in (folder, *sorted(subfolders)):
+        if steps := committed_steps(parent):
             return (
-                f"{folder} is not a checkpoint but a folder of them: name one, "
-                f"for example {step_folder(place, steps[-1])}"
+                f"{folder} is not a checkpoint but a folder of checkpoints: choose one, "
+                f"for example {step_folder(parent, steps[-1])}"
             )
     if (folder / ".metadata").exists():
         return (
-            f"{folder} has no {MANIFEST}: a DCP folder of another program, or one that was never "
+            f"{folder} has no {MANIFEST}: it is a DCP folder of another program, or was never "
             "committed; only checkpoints that this toolkit wrote can be verified and loaded"
         )
     return f"{folder} is not a checkpoint: it has no {MANIFEST}"
@@ -232,33 +232,33 @@ def _absent(folder: Path) -> str:
 def _problem(folder: Path, manifest: Any) -> str | None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"is not a manifest of this toolkit (its format is not {FORMAT!r})"
-    if manifest.get("version") not in _READ:
+    if manifest.get("version") not in _READABLE:
         return f"has version {quote(manifest.get('version'))}; this toolkit reads versions up to {VERSION}"
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
             return f"is damaged: {field} is missing or not a {kind.__name__}; {ADVICE}"
     if manifest["digest"] != _digest({key: value for key, value in manifest.items() if key != "digest"}):
-        return f"was altered: its digest does not fit its content; {ADVICE}"
-    strange = [name for name in manifest["files"] if not _FILE_NAME.fullmatch(name)]
-    if strange:
-        return f"lists files that no checkpoint has: {', '.join(map(repr, strange[:3]))}"
-    if not all(_describes_file(entry) for entry in manifest["files"].values()):
-        return f"is damaged: a file without its size or a hash that is known; {ADVICE}"
+        return f"was altered: its digest does not match its content; {ADVICE}"
+    unknown = [name for name in manifest["files"] if not _FILE_NAME.fullmatch(name)]
+    if unknown:
+        return f"lists files that no checkpoint has: {', '.join(map(repr, unknown[:3]))}"
+    if not all(_is_file_entry(entry) for entry in manifest["files"].values()):
+        return f"is damaged: a file has no size or no known hash; {ADVICE}"
     if not all(map(is_size, (manifest["step"], *map(manifest["tensors"].get, ("count", "bytes"))))):
-        return f"is damaged: its step, or the number of its tensors or their bytes, is no number; {ADVICE}"
+        return f"is damaged: its step, or the count or bytes of its tensors, is not a number; {ADVICE}"
     run = manifest["run"]
     for field, expected in _RUN_FIELDS.items():
         if field in run and not _is_a(run[field], expected):
             return f"is damaged: {field} of its run is {quote(run[field])}; {ADVICE}"
-    start = run.get("schedule_start", 0)  # below 0 where the step was left out and the schedule was not
+    start = run.get("schedule_start", 0)  # negative if only the step was excluded from loading
     if type(start) is not int or not is_size(abs(start)):
         return f"is damaged: schedule_start of its run is {quote(start)}; {ADVICE}"
-    if "base" in run and not _names_base(run["base"]):
+    if "base" in run and not _is_base(run["base"]):
         return f"is damaged: base of its run is {quote(run['base'])}; {ADVICE}"
     try:
         saved_settings(run)
     except (ValueError, RecursionError) as error:
-        return f"is damaged: the configuration of its run is no TOML ({error}); {ADVICE}"
+        return f"is damaged: the configuration of its run is not TOML ({error}); {ADVICE}"
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest["step"]:
         return f"is of step {manifest['step']}: the folder was renamed or its files were mixed up"
@@ -266,37 +266,39 @@ def _problem(folder: Path, manifest: Any) -> str | None:
 
 
 def saved_settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of the configuration that a manifest's ``run`` holds, by dotted key."""
+    """Return the configuration in a manifest's ``run``, by dotted key."""
     return _settings(run.get("config", ""))
 
 
-def left_out(asked: Sequence[str], run: Mapping[str, Any]) -> list[str]:
-    """The parts that are not loaded of a run's own checkpoint, of whose manifest ``run`` is a part, where
-    those ``asked`` for are named by checkpoint.exclude_from_loading: not what the run had left out before it
-    was saved. So the same command goes on from what it has saved."""
+def parts_to_exclude(exclude: Sequence[str], run: Mapping[str, Any]) -> list[str]:
+    """Return which parts of checkpoint.exclude_from_loading to exclude from a run's own checkpoint.
+
+    Parts that the run excluded before it was saved (``run`` in the manifest) are now its own, so that the
+    same command resumes from its checkpoints.
+    """
     before = saved_settings(run).get("checkpoint.exclude_from_loading")
-    return [part for part in asked if not isinstance(before, list) or part not in before]
+    return [part for part in exclude if not isinstance(before, list) or part not in before]
 
 
-@functools.lru_cache(maxsize=8)  # the checkpoints of a run have the same one
+@functools.lru_cache(maxsize=8)  # the checkpoints of a run have the same configuration
 def _settings(config: str) -> dict[str, Any]:
     return dotted(config)
 
 
 def _is_a(value: Any, expected: type | types.UnionType) -> bool:
-    """Compare a value of JSON with its type: no number is true or false, none is negative or immense."""
+    """Return whether a JSON value has a type; integers must not be booleans, negative or too large."""
     if isinstance(value, bool) or not isinstance(value, expected):
         return isinstance(value, bool) and expected is bool
     return is_size(value) if expected is int else True
 
 
-def _names_base(base: Any) -> bool:
-    """Say if this tells of the model that an adapter was trained on."""
-    named = isinstance(base, dict) and {"place", "fingerprint"} <= base.keys()
-    return named and all(isinstance(value, str) for value in base.values())
+def _is_base(base: Any) -> bool:
+    """Return whether this describes the base model of an adapter."""
+    has_fields = isinstance(base, dict) and {"place", "fingerprint"} <= base.keys()
+    return has_fields and all(isinstance(value, str) for value in base.values())
 
 
-def _describes_file(entry: Any) -> bool:
+def _is_file_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and is_size(entry.get("bytes")) and _hash_of(entry) is not None
 
 
@@ -305,7 +307,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _hash_of(entry: Mapping[str, Any]) -> str | None:
-    """The name of the hash that a file's entry gives."""
+    """Return the name of the hash in a file's entry."""
     return next((name for name in _HASHES if isinstance(entry.get(name), str)), None)
 
 
@@ -317,14 +319,14 @@ def _has_hash(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def dotted(toml: str) -> dict[str, Any]:
-    """The values of a TOML document by dotted key."""
+    """Return the values of a TOML document by dotted key."""
 
-    def values(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def flatten(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         for key, value in table.items():
-            found |= (
-                values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+            values |= (
+                flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
             )
-        return found
+        return values
 
-    return values(parse_toml(toml), "")
+    return flatten(parse_toml(toml), "")

@@ -1,4 +1,4 @@
-"""DCP's file system and reader, over object storage."""
+"""Parallel reading of checkpoints from object storage."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from toolkit.checkpoint.dcp_storage import VerifiedReader, tensor_place
+from toolkit.checkpoint.dcp_storage import VerifiedReader, locate_tensor
 from toolkit.io.tensor_file import TensorPlace
 from toolkit.storage.remote_path import RemotePath
 
 _READS_AT_ONCE = 8
-_HELD_BYTES = 32 << 20
-"""Size up to which a chunk is fetched whole, by a request or two, to be cut and placed in memory."""
+_IN_MEMORY_BYTES = 32 << 20
+"""Size up to which a chunk is downloaded as a whole and sliced in memory."""
 
 
 class RemoteReader(VerifiedReader):
-    """Reads several chunks at once, since each waits for answers."""
+    """Reads several chunks in parallel, to hide latency."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
@@ -30,15 +30,15 @@ class RemoteReader(VerifiedReader):
 
     def place(self, index: MetadataIndex) -> TensorPlace:
         stored = self.metadata.storage_data[MetadataIndex(index.fqn, index.offset)]
-        if stored.length > _HELD_BYTES:
+        if stored.length > _IN_MEMORY_BYTES:
             return super().place(index)
         assert index.index is not None, "the planner numbers the chunks"
-        held: Any = _Held(self.folder / stored.relative_path, stored.offset, stored.length)
-        return tensor_place(self.folder, self.metadata, index.fqn, index.index, held)
+        file: Any = _InMemoryRange(self.folder / stored.relative_path, stored.offset, stored.length)
+        return locate_tensor(self.folder, self.metadata, index.fqn, index.index, file)
 
 
-class _Held:
-    """Some bytes of a file, in memory, by their places in the file."""
+class _InMemoryRange:
+    """A byte range of a file in memory, addressed by offsets in the file."""
 
     def __init__(self, path: RemotePath, begin: int, length: int):
         self._path, self._begin, self._at = path, begin, 0
@@ -49,10 +49,10 @@ class _Held:
     def __str__(self) -> str:
         return str(self._path)
 
-    def open_regular(self) -> _Held:
+    def open_regular(self) -> _InMemoryRange:
         return self
 
-    def __enter__(self) -> _Held:
+    def __enter__(self) -> _InMemoryRange:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder may go, and who deletes and writes them there. Imports no torch."""
+"""Retention of checkpoints, and the storage functions of a folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def steps_in(folder: Path) -> Any:
-    """The module whose functions write and delete the checkpoints of a ``folder``, or a step there."""
+def step_storage(folder: Path) -> Any:
+    """Return the module that commits and deletes checkpoints in ``folder``, local or remote."""
     if isinstance(folder, Path):
         from toolkit.checkpoint import local_steps
 
@@ -18,7 +18,7 @@ def steps_in(folder: Path) -> Any:
     return remote_steps
 
 
-def superseded(
+def steps_to_delete(
     steps: Sequence[int],
     *,
     newest: int,
@@ -26,9 +26,11 @@ def superseded(
     keep_every_n: int | None = None,
     also_kept: Collection[int | None] = (),
 ) -> list[int]:
-    """Which of the ascending ``steps`` need not be kept: not ``newest``, which was saved last, not the
-    ``keep_latest_k`` − 1 highest others (0: all), none of ``also_kept``, and none that
-    ``keep_every_n`` divides."""
+    """Return which of the ascending ``steps`` to delete.
+
+    Kept are ``newest``, which was saved last, the ``keep_latest_k`` − 1 highest others (0: all),
+    ``also_kept``, and multiples of ``keep_every_n``.
+    """
     others = [step for step in steps if step != newest]
     if keep_latest_k == 0:
         return []

@@ -202,7 +202,7 @@ class Loader:
 
         Raises DataError where the state counts samples of another corpus, seed or packing.
         """
-        refuse_another(self._counted, state)
+        check_same_base(self._counted, state)
         self._start, self._taken = int(state["samples"]), 0
 
 
@@ -225,7 +225,7 @@ class _Counted:
         return batch
 
 
-def refuse_another(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def check_same_base(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise DataError where ``state`` has counted samples of something else than ``counted`` says."""
     changed = [
         f"{name} was {state.get(name)!r} and is {value!r}"

@@ -28,7 +28,7 @@ from toolkit.data.file_kinds import SUFFIXES, RowShape, SourceError, kind, requi
 from toolkit.data.folder_files import no_split
 from toolkit.errors import DataError, Problem, install_command, quote
 from toolkit.io.json_fields import read_object
-from toolkit.io.locks import locked
+from toolkit.io.locks import waiting_lock
 
 KNOWN = {"c4": ("allenai/c4", "en")}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -105,7 +105,7 @@ class HubSource(Corpus):
         entry = _read(record)
         if entry is None or again:
             record.parent.mkdir(parents=True, exist_ok=True)
-            with locked(
+            with waiting_lock(
                 record.with_suffix(".lock"), f"downloading {self.name}", lambda text: say(progress, text)
             ):
                 entry = _read(record)

@@ -28,7 +28,7 @@ from toolkit.data.batch_size import BatchShape, n_shards
 from toolkit.data.build import corpora, run_tokenizer
 from toolkit.data.build_cache import ids_dtype
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import FIELDS, Batch, Loader, refuse_another
+from toolkit.data.dataloader import FIELDS, Batch, Loader, check_same_base
 from toolkit.data.hub import HubSource
 from toolkit.data.packing import PackedRows, Sample
 from toolkit.data.sampler import epoch_key, permute
@@ -283,7 +283,7 @@ class StreamedLoader(Loader):
 
         Raises DataError where the state counts samples of other files, another seed, packing or batch.
         """
-        refuse_another(self._counted, state)
+        check_same_base(self._counted, state)
         ahead = (state["samples"] - state["positions_of"]) // self._n_shards
         for number, shard in self._shards.items():
             shard.go_to(Position(*state["positions"][number]))

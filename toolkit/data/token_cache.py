@@ -92,12 +92,12 @@ def tokenized(
         if here:
             break
     _refuse_large(found, max_bytes)
-    from toolkit.io.locks import locked
+    from toolkit.io.locks import waiting_lock
 
     with _cache_errors(root):
         lock = root / "tokens" / f"{folder.name}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock, "tokenising this corpus", lambda text: say(progress, text)):
+        with waiting_lock(lock, "tokenising this corpus", lambda text: say(progress, text)):
             if (cache := _open_if_sound(folder, False, verify=verify)) is not None:
                 return cache
 

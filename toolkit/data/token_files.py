@@ -75,10 +75,10 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     )
     fingerprint, blocks = meta.values.get("fingerprint"), meta.inner("blocks") or Fields({})
     if not isinstance(fingerprint, str):
-        meta.refuse("fingerprint", "must be a hash")
+        meta.reject("fingerprint", "must be a hash")
     files = meta.values.get("files")
     if not (files is None or (isinstance(files, list) and all(isinstance(name, str) for name in files))):
-        meta.refuse("files", "must be the names of files")
+        meta.reject("files", "must be the names of files")
     found = meta.inner("remarks") or Fields({})
     remarks = {remark: found.count(remark) for remark in found.values}
     meta.finish(f"{folder / 'meta.json'} is damaged")

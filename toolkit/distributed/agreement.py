@@ -1,4 +1,4 @@
-"""Decisions that all ranks share, so that none goes on alone and none waits for one that failed."""
+"""Collective decisions, so that no rank continues alone or waits for one that failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that save or load together; a process without a process group is ``alone``, others may be."""
+    """The ranks that save or load together. ``alone`` ignores the process group, if there is one."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
         self.distributed = dist.is_initialized() and not alone
@@ -25,11 +25,11 @@ class Ranks:
         self.size = dist.get_world_size(group) if self.distributed else 1
 
     def on_rank_0(self, make: Callable[[], T]) -> T:
-        """Return on every rank the result of ``make`` on rank 0.
+        """Call ``make`` on rank 0 and return its result on every rank.
 
         Raises:
-            CheckpointError, DataError: ``make`` failed; the same message on every rank, a CheckpointError
-                where it was neither.
+            CheckpointError, DataError: ``make`` failed; the same message on every rank. Other exceptions
+                become a CheckpointError.
         """
         outcome: list = [None, None]
         if self.rank == 0:
@@ -37,7 +37,7 @@ class Ranks:
                 outcome = [make(), None]
             except (CheckpointError, DataError) as error:
                 outcome = [None, (type(error), str(error))]
-            except Exception as error:  # the others must hear of it, whatever it is
+            except Exception as error:  # any failure must reach the other ranks
                 outcome = [None, (CheckpointError, f"rank 0: {type(error).__name__}: {error}")]
         if self.size > 1:
             dist.broadcast_object_list(outcome, group=self.group, group_src=0)
@@ -48,24 +48,24 @@ class Ranks:
         return value
 
     def gather_problems(self, problems: Sequence[str]) -> list[str]:
-        """The problems of all ranks, each once, in rank order; the same list on every rank."""
+        """Return the distinct problems of all ranks, in rank order; the same list on every rank."""
         gathered: list = [list(problems)]
         if self.size > 1:
             gathered = [None] * self.size
             dist.all_gather_object(gathered, list(problems), group=self.group)
-        return list(dict.fromkeys(problem for found in gathered for problem in found))
+        return list(dict.fromkeys(problem for per_rank in gathered for problem in per_rank))
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Element by element, whether any rank has it set. One byte an element, whatever the world size."""
-        marks = torch.tensor(flags, dtype=torch.uint8)
+        """Return, per element, whether any rank has the flag set. Communicates one byte per element."""
+        bits = torch.tensor(flags, dtype=torch.uint8)
         if self.size > 1:
-            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
-        return marks.bool().tolist()
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
+        return bits.bool().tolist()
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Without DCP's warning that a process is alone. With a group it gives none, and filters of
-        warnings are no matter for a thread in the background."""
+    def suppress_dcp_warning(self) -> Iterator[None]:
+        """Suppress DCP's warning about a missing process group. With a group nothing is changed, because
+        warning filters are not safe to change in a background thread."""
         if self.distributed:
             yield
             return

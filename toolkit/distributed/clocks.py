@@ -1,4 +1,4 @@
-"""The clocks of the ranks' machines, compared."""
+"""Comparison of the clocks of the ranks' machines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 
 ROUNDS = 5
-MOST_SECONDS = 1.0
-"""Beyond it, what files of several machines tell is hard to put in order, and object storage may refuse."""
+MAX_SKEW_SECONDS = 1.0
+"""Larger differences make logs of several machines hard to order, and object storage may reject requests."""
 
 
 def clock_offsets(clock: Callable[[], float] = time.time) -> list[float]:
-    """The seconds by which each rank's ``clock`` is ahead of rank 0's, to some milliseconds: all ranks read
-    theirs as they leave a collective, of which the middle one of some counts."""
+    """Return the seconds by which each rank's ``clock`` is ahead of rank 0's, accurate to some milliseconds.
+
+    All ranks read their clocks when they leave a collective; the median of several rounds is used.
+    """
     world = dist.get_world_size()
     rounds = []
     for _ in range(ROUNDS):
@@ -31,23 +33,23 @@ def clock_offsets(clock: Callable[[], float] = time.time) -> list[float]:
 
 
 def hosts() -> list[str]:
-    """The host name of each rank."""
+    """Return the host name of each rank."""
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return names
 
 
 def clock_skew() -> list[str]:
-    """A line for each machine whose clock is not that of rank 0's; the same on all ranks."""
+    """Return a warning per machine whose clock differs from rank 0's; the same on all ranks."""
     names, offsets = hosts(), clock_offsets()
-    return skewed({name: offsets[names.index(name)] for name in names}, names[0])
+    return skew_warnings({name: offsets[names.index(name)] for name in names}, names[0])
 
 
-def skewed(offsets: dict[str, float], first: str) -> list[str]:
-    """A line for each machine whose clock is more than a second before or behind that of ``first``."""
+def skew_warnings(offsets: dict[str, float], first: str) -> list[str]:
+    """Return a warning per machine whose clock differs by more than a second from that of ``first``."""
     return [
         f"the clock of {name} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of "
-        f"{first}: times in logs and traces do not compare; synchronise them (chrony, ntp)"
+        f"{first}: times in logs and traces are not comparable; synchronize the clocks (chrony, ntp)"
         for name, offset in offsets.items()
-        if abs(offset) > MOST_SECONDS
+        if abs(offset) > MAX_SKEW_SECONDS
     ]

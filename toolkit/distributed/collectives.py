@@ -1,12 +1,12 @@
-"""torch's functional collectives, which torch.compile traces, and the one place where this toolkit waits.
+"""torch's functional collectives, which torch.compile can trace, and the only place where this toolkit waits.
 
-The host blocks in :func:`wait` and in :func:`wait_for_work`, on gloo until the other ranks are there: the
-seconds are counted in :data:`waited`, which tells a slow rank from those that wait for it. What torch waits
-for by itself (FSDP's collectives, sends and receives of pipeline schedules) passes through
-:func:`wait_for_work` too, once :func:`bound_transfers` was called. Not counted are the sums over tp of norms'
-gradients, which FSDP redistributes as DTensors, and what is within a compiled region.
+The host blocks in :func:`wait` and :func:`wait_for_work`, on gloo until the other ranks arrive. The time is
+added to :data:`waited`, which distinguishes a slow rank from those that wait for it. After
+:func:`set_transfer_timeout`, torch's own waits (FSDP's collectives, sends and receives of pipeline schedules)
+also go through :func:`wait_for_work`. Two kinds are not counted: reductions over tp of the gradients of
+norms, which FSDP redistributes as DTensors, and collectives in compiled regions.
 
-Groups are given by name: torch.compile guards the identity of a process group that a module holds.
+Groups are passed by name, because torch.compile guards on the identity of a process group.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from torch import Tensor
 
 from toolkit.compat import functional_collectives, replace_work_wait, work_operation
 
-_torchs_wait = dist.Work.wait
-_SEND, _RECEIVE = 12, 13  # c10d's OpType, which Python does not have
+_torch_wait = dist.Work.wait
+_SEND, _RECEIVE = 12, 13  # values of c10d's OpType, which has no Python binding
 
 
 @dataclass
 class Waited:
-    """Seconds that this process has been blocked in collectives and transfers; a transfer may block it
-    ``at_most`` so long."""
+    """Seconds that this process was blocked in collectives and transfers, and the timeout of a transfer."""
 
     seconds: float = 0.0
-    at_most: timedelta | None = None
+    transfer_timeout: timedelta | None = None
 
 
 waited = Waited()
 
 
 @contextmanager
-def _counted() -> Iterator[None]:
+def _timed() -> Iterator[None]:
     started = time.perf_counter()
     try:
         yield
@@ -49,45 +48,46 @@ def _counted() -> Iterator[None]:
 
 
 def wait(pending: Tensor) -> Tensor:
-    """The result of a functional collective, on the device's stream or, on a CPU, in memory."""
+    """Wait for a functional collective, on the current stream of a GPU, or on the host for a CPU."""
     if torch.compiler.is_compiling():
         return functional_collectives.wait_tensor(pending)
-    with _counted():
+    with _timed():
         return functional_collectives.wait_tensor(pending)
 
 
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """The "sum" or "max" over ranks, on each of them."""
+    """Return the "sum" or "max" over ranks, on all ranks."""
     return wait(functional_collectives.all_reduce(x, operation, group))
 
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """The tensors of all ``size`` ranks along the first dimension."""
+    """Concatenate the tensors of all ``size`` ranks along the first dimension."""
     return wait(functional_collectives.all_gather_into_tensor(x, size, group))
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over ``size`` ranks."""
+    """Return this rank's chunk, along the first dimension, of the sum over ``size`` ranks."""
     return wait(functional_collectives.reduce_scatter_tensor(x, "sum", size, group))
 
 
 def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Begin to exchange rows of ``x``, so many with each rank; to be waited for."""
+    """Start to exchange rows of ``x``: ``sent`` to and ``received`` from each rank. Pass the result to
+    ``wait``."""
     return functional_collectives.all_to_all_single(x, received, sent, group)
 
 
 def wait_for_work(work: dist.Work, *timeout: timedelta) -> bool:
     """Wait for a collective or a transfer of torch.distributed."""
-    if not timeout and waited.at_most and work_operation(work) in (_SEND, _RECEIVE):
-        timeout = (waited.at_most,)
-    with _counted():
-        return _torchs_wait(work, *timeout)
+    if not timeout and waited.transfer_timeout and work_operation(work) in (_SEND, _RECEIVE):
+        timeout = (waited.transfer_timeout,)
+    with _timed():
+        return _torch_wait(work, *timeout)
 
 
-def bound_transfers(timeout: timedelta) -> None:
-    """Have sends and receives wait this long: gloo's keep the time-out that their group had when it formed.
+def set_transfer_timeout(timeout: timedelta) -> None:
+    """Set the timeout of sends and receives: gloo's keep the timeout that their group was created with.
 
-    On NCCL its watchdog ends them in time, and waiting with a time-out would block the host.
+    Not for NCCL, whose watchdog ends them in time, and where waiting with a timeout would block the host.
     """
-    waited.at_most = timeout
+    waited.transfer_timeout = timeout
     replace_work_wait(wait_for_work)

@@ -1,4 +1,4 @@
-"""Parameters that torch shards and wraps: this rank's part, and the name without the wrappers."""
+"""Sharded and wrapped parameters: their local shards, and their names without wrappers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def clean_name(fqn: str) -> str:
-    """`fqn` without the parts that activation checkpointing and torch.compile add to it."""
+    """Return ``fqn`` without the prefixes that activation checkpointing and torch.compile add."""
     for prefix in WRAPPER_PREFIXES:
         fqn = fqn.replace(prefix, "")
     return fqn
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, DTensor or plain, outside of autograd."""
+    """Return this rank's shard of a tensor, DTensor or plain, detached from autograd."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-class Filled(Protocol):
-    """An object that is filled with numbers by rows, as a tensor is, and keeps them in a form of its own."""
+class Fillable(Protocol):
+    """An object that is filled with values by rows, as a tensor is, and stores them in its own format."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -34,17 +34,17 @@ class Filled(Protocol):
     @property
     def is_meta(self) -> bool: ...
 
-    def local_part(self) -> tuple[Filled, tuple[int, ...]]: ...
+    def shard_and_offset(self) -> tuple[Fillable, tuple[int, ...]]: ...
 
-    def __getitem__(self, rows: slice) -> Filled: ...
+    def __getitem__(self, rows: slice) -> Fillable: ...
 
-    def copy_(self, numbers: Tensor) -> object: ...
+    def copy_(self, values: Tensor) -> object: ...
 
     def fill_(self, value: float) -> object: ...
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, DTensor or plain, and where it starts in every dimension."""
+def shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's shard of a tensor, DTensor or plain, and its offset in every dimension."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -52,6 +52,6 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor.to_local().detach(), tuple(offset)
 
 
-def part_to_fill(tensor: Tensor | Filled) -> tuple[Tensor | Filled, tuple[int, ...]]:
-    """This rank's part of what is to be filled, and where it starts in every dimension."""
-    return local_part(tensor) if isinstance(tensor, Tensor) else tensor.local_part()
+def fillable_shard(target: Tensor | Fillable) -> tuple[Tensor | Fillable, tuple[int, ...]]:
+    """Return this rank's shard of a tensor or :class:`Fillable`, and its offset in every dimension."""
+    return shard_and_offset(target) if isinstance(target, Tensor) else target.shard_and_offset()

@@ -1,4 +1,4 @@
-"""Python's garbage collector, moved to the same step on every rank."""
+"""Synchronized garbage collection."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from toolkit import compat
 
 
 class GarbageCollection:
-    """Collect every ``every`` steps instead of whenever Python likes.
+    """Collects garbage every ``every`` steps on all ranks, instead of at Python's own times.
 
-    Ranks that pause at different moments make all the others wait at the next collective. ``debug``
-    collects after each step and, on CUDA, has torch warn of reference cycles that hold its memory.
+    Ranks that pause at different times delay all others at the next collective. ``debug`` collects after each
+    step and, on CUDA, makes torch warn about reference cycles that keep its memory allocated.
     """
 
     def __init__(self, every: int, *, debug: bool = False):
@@ -21,8 +21,7 @@ class GarbageCollection:
         if debug and torch.cuda.is_available():
             compat.warn_tensor_cycles()
         gc.collect()
-        # What start-up made stays: no later collection needs to look at it.
-        gc.freeze()
+        gc.freeze()  # excludes the objects created at startup from later collections
         gc.disable()
 
     def after_step(self, step: int) -> None:

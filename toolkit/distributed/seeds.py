@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, step, rank): nothing to save, the same after any interruption."""
+"""Random seeds as a function of (seed, step, rank), so that no generator state is saved."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 
 
 def seed_step(seed: int, step: int, data_rank: int) -> None:
-    """Seed torch's generators for one step, so that a resumed run draws what it would have drawn.
+    """Seed torch's generators for one step, so that a resumed run draws the same values.
 
-    ``data_rank`` distinguishes ranks that see different samples; ranks that share samples (tensor or
-    pipeline parallel peers) pass the same one.
+    Ranks with the same samples (tensor- or pipeline-parallel peers) pass the same ``data_rank``.
     """
     digest = hashlib.blake2b(f"{seed}:{step}:{data_rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def set_deterministic(enabled: bool, *, warn_only: bool) -> None:
-    """Ask torch for deterministic kernels: slower on CUDA, bit-identical between reruns."""
+    """Enable deterministic kernels: slower on CUDA, bit-identical between runs."""
     if not enabled:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

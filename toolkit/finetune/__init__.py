@@ -1,1 +1,1 @@
-"""Fine-tuning: adapters that are added to a model, and the choice of what is trained."""
+"""Fine-tuning: adapters, and selection of the trained parameters."""

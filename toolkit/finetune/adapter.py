@@ -1,7 +1,4 @@
-"""An adapter on disk: what a run of this toolkit has trained beside a model, or a folder of PEFT's.
-
-It names its base: by a place, and by a fingerprint where it was trained here.
-"""
+"""Adapters on disk: checkpoints of runs with an adapter, and PEFT folders."""
 
 from __future__ import annotations
 
@@ -19,27 +16,30 @@ from toolkit.finetune.peft_config import is_peft_folder
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
 from toolkit.weights.open import find_checkpoint
-from toolkit.weights.source import Region, Stored
+from toolkit.weights.source import Region, StoredTensor
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """``tensors`` of :class:`~toolkit.weights.source.WeightSource` are those of ``values``: parameters that
-    ``options`` add to a model of ``args``, and others of the model that were trained with them. In memory,
-    on the CPU."""
+    """An adapter of a model of ``args``, as a :class:`~toolkit.weights.source.WeightSource`.
+
+    Attributes:
+        values: parameters that ``options`` add, and those of the model that were trained with them; on the
+            CPU.
+        base: ``place`` and ``fingerprint`` of the base model, as far as known.
+        run: ``run`` in the manifest of the run that trained it.
+    """
 
     place: Path
     args: ModelArgs
     options: Finetune
     values: Mapping[str, Tensor]
     base: Mapping[str, str] | None = None
-    """``place`` and ``fingerprint`` of the model that it was trained on, as far as it tells."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """The manifest's entries of the run that trained it."""
 
     @cached_property
-    def tensors(self) -> Mapping[str, Stored]:
-        return {name: Stored(tuple(it.shape), it.dtype) for name, it in self.values.items()}
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return {name: StoredTensor(tuple(it.shape), it.dtype) for name, it in self.values.items()}
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         """See :meth:`toolkit.weights.source.WeightSource.read`."""
@@ -49,7 +49,7 @@ class Adapter:
 
 
 def find_adapter(path: Path) -> Path | None:
-    """PEFT's folder, or the step-N of an adapter of ours, that ``path`` is or stands for; None for others.
+    """Return the PEFT folder, or the step-N of a run with an adapter, at ``path``; None if there is neither.
 
     Raises:
         CheckpointError, DataError: it is damaged.

@@ -1,7 +1,7 @@
-"""The model that an adapter is trained on: which it is.
+"""Identity of the base model of an adapter.
 
-Checkpoints of an adapter hold what is trained and a fingerprint of the rest, so that they are small, and so
-that an adapter cannot go on with other weights than it began with.
+Checkpoints of an adapter contain only the trained parameters and a fingerprint of the base, so that an
+adapter cannot resume with other weights.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SAMPLED_ROWS = 1
 
 
 def base_of(config: Config, shape: Mapping[str, Any]) -> dict[str, str]:
-    """Which model an adapter is trained on: ``place`` and ``fingerprint``, and what its linear layers are
-    ``quantized`` to."""
+    """Return the ``place`` and ``fingerprint`` of an adapter's base model, and the format to which its linear
+    layers are ``quantized``."""
     quantized = config.finetune.lora.quantize_base if config.finetune.quantizes else "none"
     place = weights_folder(config) or config.checkpoint.initial_load_path
     if place is None:
         seed = config.debug.seed or 0
         text = json.dumps([seed, dict(shape)], sort_keys=True)
-        named, digest = f"seed {seed}", hashlib.sha256(text.encode()).hexdigest()
+        name, digest = f"seed {seed}", hashlib.sha256(text.encode()).hexdigest()
     else:
-        named, digest = str(expand_user(place).resolve()), fingerprint(open_weights(place, verify=False))
-    return {"place": named, "fingerprint": digest, "quantized": quantized}
+        name, digest = str(expand_user(place).resolve()), fingerprint(open_weights(place, verify=False))
+    return {"place": name, "fingerprint": digest, "quantized": quantized}
 
 
 def fingerprint(source: WeightSource) -> str:
-    """SHA-256 of names, shapes and the first row of each tensor: other weights have another, and a large
-    model takes no longer than its tensors are many."""
+    """Return the SHA-256 of the names, shapes and first rows of all tensors, which is fast even for large
+    models."""
     digest = hashlib.sha256()
     for name, stored in sorted(source.tensors.items()):
         digest.update(f"{name} {stored.shape} ".encode())
@@ -47,41 +47,39 @@ def fingerprint(source: WeightSource) -> str:
     return digest.hexdigest()
 
 
-def refuse_another(saved: Mapping[str, str] | None, here: Mapping[str, str]) -> None:
-    """Raise CheckpointError where an adapter was trained on another model than ``here``."""
+def check_same_base(saved: Mapping[str, str] | None, current: Mapping[str, str]) -> None:
+    """Raise CheckpointError if an adapter was trained on another base model than ``current``."""
     if saved is None:
         raise CheckpointError(
-            "the checkpoint is one of a whole model, and this run trains an adapter\n"
-            "  fix:  name it as checkpoint.initial_load_path, and another job.dump_folder"
+            "the checkpoint has a full model, but this run trains an adapter\n"
+            "  fix:  set it as checkpoint.initial_load_path, and another job.dump_folder"
         )
-    if saved["fingerprint"] != here["fingerprint"]:
+    if saved["fingerprint"] != current["fingerprint"]:
         raise CheckpointError(
             f"the adapter of the checkpoint was trained on other weights: those of {saved['place']}, while "
-            f"this run's are {here['place']}\n  fix:  start from the same weights "
+            f"this run's are {current['place']}\n  fix:  start from the same weights "
             "(checkpoint.initial_load_path, model.hf_assets_path)"
         )
-    if saved.get("quantized", "none") != here["quantized"]:
+    if saved.get("quantized", "none") != current["quantized"]:
         raise CheckpointError(
             f"the adapter of the checkpoint was trained with finetune.lora.quantize_base = "
-            f'"{saved.get("quantized", "none")}", which here is "{here["quantized"]}": it would go on with '
-            "other weights\n  fix:  set it to the former, or start in another job.dump_folder"
+            f'"{saved.get("quantized", "none")}", but this run has "{current["quantized"]}", and so other '
+            "weights\n  fix:  set it to the former, or start in another job.dump_folder"
         )
 
 
-def refuse_another_base(
-    adapter: Path, trained_on: Mapping[str, str], base: WeightSource | Mapping[str, str]
-) -> None:
-    """Raise DataError where an adapter was trained on other weights than those of ``base``, a source or what
-    :func:`base_of` tells, as far as it tells by a fingerprint: PEFT's own folders have none."""
-    place, said = trained_on.get("place", ""), trained_on.get("fingerprint")
-    if not said or (place.startswith("seed ") and not isinstance(base, Mapping)):
-        return  # a model that was drawn has no weights to compare
+def check_base(adapter: Path, trained_on: Mapping[str, str], base: WeightSource | Mapping[str, str]) -> None:
+    """Raise DataError if an adapter was trained on other weights than those of ``base``, a source or the
+    result of :func:`base_of`. Folders written by PEFT have no fingerprint to compare."""
+    place, expected = trained_on.get("place", ""), trained_on.get("fingerprint")
+    if not expected or (place.startswith("seed ") and not isinstance(base, Mapping)):
+        return  # a randomly initialized base has no weights to compare
     if isinstance(base, Mapping):
-        here, found = base["place"], base["fingerprint"]
+        current, actual = base["place"], base["fingerprint"]
     else:
-        here, found = str(base.place), fingerprint(base)
-    if said != found:
+        current, actual = str(base.place), fingerprint(base)
+    if expected != actual:
         raise DataError(
-            f"the adapter {adapter} was trained on other weights: those of {place}, while these are {here}\n"
-            "  fix:  name the model that it was trained on"
+            f"the adapter {adapter} was trained on other weights: those of {place}, not {current}\n"
+            "  fix:  use the model that it was trained on"
         )

@@ -1,4 +1,4 @@
-"""The changes that fine-tuning makes to a model before anything shards it, in order."""
+"""Changes of a model for fine-tuning, in order, before it is sharded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from toolkit.models.parameters import linear_layers
 
 
 def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dtype) -> None:
-    """Add the adapter of ``options`` to ``model``, or a stage of it, on the meta device, in place, and freeze
-    what is not trained.
+    """Add the adapter of ``options`` to ``model``, or a stage of it, and freeze parameters; on the meta
+    device, in place.
 
-    Beside an adapter what is frozen is kept in ``frozen_dtype``, that of the computation, to which FSDP would
-    cast it anyway, or its linear layers in 4 bits; checkpoints do not hold it.
+    With an adapter, frozen parameters have ``frozen_dtype``, the compute dtype to which FSDP would cast them
+    anyway, or 4 bits for linear layers; they are not saved in checkpoints.
     """
     args = model.args
     if options.adapter == "lora":
@@ -29,7 +29,7 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
     elif options.adds:
         apply_to_attention(model, args, options)
     named = dict(model.named_parameters())
-    # A pipeline's copy of a tied embedding is trained where the embedding is.
+    # A pipeline's copy of a tied embedding is trained if the embedding is.
     tied = {HEAD: EMBEDDING} if args.tie_embeddings else {}
     trained = trained_names({tied.get(name, name) for name in named}, args, options)
     for name in named:
@@ -37,9 +37,9 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
             continue
         named[name].requires_grad_(False)
         if options.adds:
-            module, _, own = name.rpartition(".")
+            module, _, attribute = name.rpartition(".")
             frozen = torch.nn.Parameter(named[name].to(frozen_dtype), requires_grad=False)
-            model.get_submodule(module).register_parameter(own, frozen)
+            model.get_submodule(module).register_parameter(attribute, frozen)
     if options.quantizes:
         from toolkit.finetune.nf4 import apply_nf4
 
@@ -47,7 +47,7 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
 
 
 def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> None:
-    """Add an adapter that attends beside the blocks' own attention, on the meta device, in place."""
+    """Add an adapter to the attention of the blocks, on the meta device, in place."""
     if options.adapter == "prefix_tuning":
         from toolkit.finetune.prefix import apply_prefix
 
@@ -59,9 +59,9 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 
 
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
-    """Return the initial distribution of an adapter's parameter, with which the model is nearly as it was."""
+    """Return the initial distribution of an adapter's parameter, which hardly changes the model."""
     return {
-        # The variance of PEFT's, whose distribution is uniform.
+        # The same variance as PEFT's uniform distribution.
         "lora_a": Init(std=(3 * shape[-1]) ** -0.5),
         "prompt": Init(std=1.0),
         "keys": Init(std=0.02),
@@ -69,8 +69,8 @@ def added_init(name: str, shape: tuple[int, ...]) -> Init:
     }.get(name.rpartition(".")[2], Init())
 
 
-def settle(models: Iterable[Decoder]) -> None:
-    """Set what starts from the model's own weights, once these are there: the magnitudes of DoRA."""
+def init_from_weights(models: Iterable[Decoder]) -> None:
+    """Initialize the parameters that depend on loaded weights: the magnitudes of DoRA."""
     for model in models:
         for module in model.modules():
             if reset := getattr(module, "reset_magnitude", None):

@@ -1,12 +1,11 @@
-"""Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290): of two answers to a prompt the
-chosen one is to become more probable than the rejected one, as seen from a reference.
+"""Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290): increases the probability of the
+chosen answer to a prompt over that of the rejected one, relative to a reference model.
 
-The reference is the model without its adapter. It goes first, without gradients, and what is kept of it are
-the losses of tokens, from which those of the model are subtracted: what is left, summed over an answer, is
-the logarithm of how much more probable the model finds it. A pair is two documents of a row, number 2n
-chosen, 2n + 1 rejected. A pair counts once, whatever its length.
+The reference is the model without its adapter. It runs first, without gradients; its token losses minus those
+of the model, summed over an answer, are the log-ratio of the answer's probabilities. A pair is two documents
+of a row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight.
 
-Shapes: B batch, S sequence, W documents that a row may have, an even number, N = W/2 pairs.
+Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from toolkit.parallel.objective import MicroBatch, Objective
 
 
 class PreferenceObjective(Objective):
-    """The loss of ``options``, a mean over pairs, with the rewards that trl reports. ``group`` has the ranks
-    that hold parts of the same sequences."""
+    """The loss of ``options``, averaged over pairs, with the rewards that trl reports. The ranks of ``group``
+    have parts of the same sequences."""
 
     reduction = "none"
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -37,11 +36,11 @@ class PreferenceObjective(Objective):
     def __init__(self, options: DPO, group: dist.ProcessGroup | None):
         self.options = options
         self.group = group
-        # Ranks of a group have the same sums, of which one counts.
+        # The ranks of a group have the same sums, so one of them counts.
         self.counts = group is None or group.rank() == 0
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
-        documents_BS, labels_BS = _there(batch, "documents"), _there(batch, "labels")
+        documents_BS, labels_BS = _required(batch, "documents"), _required(batch, "labels")
         answers_BS = documents_BS.clamp(min=0).long()  # padding has no labels
         length = labels_BS.shape[1]
         learnt_BW = _by_answer((labels_BS != IGNORED_LABEL).long(), answers_BS, length + length % 2)
@@ -52,13 +51,15 @@ class PreferenceObjective(Objective):
     ) -> MicroBatch:
         with torch.no_grad(), without_adapter(models):
             losses_T = forward(batch)
-        return batch | {"reference": None if losses_T is None else losses_T.view_as(_there(batch, "answers"))}
+        return batch | {
+            "reference": None if losses_T is None else losses_T.view_as(_required(batch, "answers"))
+        }
 
     def count(self, batches: Sequence[MicroBatch]) -> Tensor:
         return torch.stack([_pairs(batch)[1].sum() for batch in batches]).sum() * self.counts
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        reference_BS, answers_BS = _there(batch, "reference"), _there(batch, "answers")
+        reference_BS, answers_BS = _required(batch, "reference"), _required(batch, "answers")
         learnt_BN2, valid_BN = _pairs(batch)
         ratios_BS = (reference_BS - output.view_as(reference_BS)).double()
         ratios_BW = _by_answer(ratios_BS, answers_BS, learnt_BN2[0].numel())
@@ -73,21 +74,21 @@ class PreferenceObjective(Objective):
 
 
 def pair_losses(ratios_BN2: Tensor, learnt_BN2: Tensor, options: DPO) -> Tensor:
-    """The loss of each pair (B, N) from the log-ratios of its answers, chosen and rejected, and the tokens
-    that are learnt of them."""
+    """Return the loss of each pair (B, N) from the log-ratios of its chosen and rejected answers and their
+    numbers of trained tokens."""
     margins_BN = options.beta * (ratios_BN2[..., 0] - ratios_BN2[..., 1])
     if options.loss_type == "hinge":
         return F.relu(1 - margins_BN)
     if options.loss_type == "ipo":
         means_BN2 = ratios_BN2 / learnt_BN2.clamp(min=1)
         return (means_BN2[..., 0] - means_BN2[..., 1] - 1 / (2 * options.beta)).square()
-    wrong = options.label_smoothing
-    return -(1 - wrong) * F.logsigmoid(margins_BN) - wrong * F.logsigmoid(-margins_BN)
+    smoothing = options.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(margins_BN) - smoothing * F.logsigmoid(-margins_BN)
 
 
 @contextmanager
 def without_adapter(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch the adapters of ``models`` off for a while."""
+    """Disable the adapters of ``models`` in the context."""
     adapters = [module for model in models for module in model.modules() if hasattr(module, "enabled")]
     for adapter in adapters:
         adapter.enabled = False  # type: ignore[assignment]
@@ -99,19 +100,19 @@ def without_adapter(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _pairs(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Tokens that are learnt of each answer of a pair (B, N, 2), and which pairs there are (B, N)."""
-    learnt_BN2 = _there(batch, "learnt").unflatten(1, (-1, 2))
+    """Return the number of trained tokens of each answer (B, N, 2), and a mask of valid pairs (B, N)."""
+    learnt_BN2 = _required(batch, "learnt").unflatten(1, (-1, 2))
     return learnt_BN2, (learnt_BN2 > 0).all(-1)
 
 
-def _there(batch: MicroBatch, name: str) -> Tensor:
-    found = batch[name]
-    assert found is not None, f"a batch of pairs has {name}"
-    return found
+def _required(batch: MicroBatch, name: str) -> Tensor:
+    value = batch[name]
+    assert value is not None, f"a batch of pairs needs {name}"
+    return value
 
 
 def _by_answer(values_BS: Tensor, answers_BS: Tensor, width: int) -> Tensor:
-    """Sums (B, W) over the tokens of each answer, in an order that deterministic algorithms can keep."""
+    """Sum over the tokens of each answer: (B, W). Supports deterministic algorithms."""
     rows = torch.arange(len(values_BS), device=values_BS.device)[:, None] * width
     sums = values_BS.new_zeros(len(values_BS) * width)
     return sums.index_add(0, (answers_BS + rows).flatten(), values_BS.flatten()).unflatten(0, (-1, width))

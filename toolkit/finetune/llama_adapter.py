@@ -1,9 +1,9 @@
-"""LLaMA-Adapter: learned prompts in the last blocks, added through a gate that starts closed, so that
-training starts from the model as it was (Zhang et al. 2023, arXiv:2303.16199).
+"""LLaMA-Adapter: learned prompts in the last blocks, added through gates that are zero at first, so that
+training starts from the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
 
-A prompt's keys and values are what the block's own projections make of it, without positions. Its softmax is
-apart from that of the tokens, and its result is added before the output projection, once with tanh of a gate
-for each head (the paper), once with a plain gate for all (PEFT).
+The block's projections compute a prompt's keys and values, without RoPE. Its softmax is separate from that of
+the tokens, and its result is added before the output projection, with tanh of a gate per head (the paper), or
+with one plain gate (PEFT).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GatedPrompt(nn.Module):
 
 
 def _heads(x_PKE: Tensor, q_BSHE: Tensor) -> Tensor:
-    """One row for all samples, repeated for the query heads of a group: (B, H, P, E)."""
+    """Expand to all samples and query heads: (B, H, P, E)."""
     group = q_BSHE.shape[2] // x_PKE.shape[1]
     x_HPE = x_PKE.transpose(0, 1).repeat_interleave(group, dim=0)
     return x_HPE.expand(q_BSHE.shape[0], -1, -1, -1)
@@ -61,7 +61,7 @@ def _heads(x_PKE: Tensor, q_BSHE: Tensor) -> Tensor:
 def apply_llama_adapter(
     model: Decoder, layers: Collection[int], args: ModelArgs, options: LlamaAdapter
 ) -> None:
-    """Give the blocks ``layers`` of ``model``, on the meta device, their prompts, in place."""
+    """Add prompts to the blocks ``layers`` of ``model``, on the meta device, in place."""
     with torch.device("meta"):
         for name, block in model.layers.items():
             if int(name) in layers:

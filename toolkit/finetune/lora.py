@@ -1,8 +1,8 @@
-"""LoRA and DoRA: linear layers with a low-rank update beside the weight, which is not trained.
+"""LoRA and DoRA: linear layers with a low-rank update of a frozen weight.
 
-The layer keeps its ``weight`` and its place; ``lora_a`` (R, in) and ``lora_b`` (out, R) are parameters of its
-own, so that FSDP, tensor parallelism and checkpoints treat them as any other. With DoRA the sum of weight and
-update has rows of the length ``magnitude`` (out,); their present length is a constant in backward, as in
+The layer keeps its ``weight`` and its name; ``lora_a`` (R, in) and ``lora_b`` (out, R) are additional
+parameters, which FSDP, tensor parallelism and checkpoints treat like others. With DoRA, rows of the updated
+weight are scaled to the norm ``magnitude`` (out,); their current norm is a constant in backward, as in
 section 4.3 of the paper (arXiv:2402.09353).
 """
 
@@ -17,22 +17,22 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import unsafe_view
 from toolkit.config.finetune import LoRA
-from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.finetune.nf4 import dequantize, linear
 from toolkit.models.common.plain_linear import check_plain
 
 
 class LoRALinear(nn.Linear):
-    """x ↦ W x + s·B A dropout(x), or with ``magnitude`` each row m / ‖W + s·B A‖ times as long.
+    """Replacement of ``base``: x ↦ W x + s·B A dropout(x), with ``magnitude`` each row times m / ‖W + s·B A‖.
 
-    Takes the place of ``base``. Tensor parallelism may leave each rank a part of its features.
+    Tensor parallelism may shard its features.
     """
 
     tensor_placements = {
         "column": {"lora_a": "whole", "lora_b": "column", "magnitude": "column"},
         "row": {"lora_a": "row", "lora_b": "whole", "magnitude": "whole"},
     }
-    """By the style that tensor parallelism gives the layer: how the added parameters lie on its ranks."""
+    """Placements of the added parameters, by the tensor-parallel style of the layer."""
 
     def __init__(self, base: nn.Linear, options: LoRA):
         nn.Module.__init__(self)
@@ -48,7 +48,7 @@ class LoRALinear(nn.Linear):
         self.scale = options.scale
         self.dropout = options.dropout
         self.enabled = True
-        # Adds up over the ranks that have a part of each row.
+        # Sums over the ranks that have parts of each row.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,42 +57,43 @@ class LoRALinear(nn.Linear):
             return result
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         inner = F.linear(dropped, self.lora_a).flatten(0, -2)
-        if self.magnitude is None:  # scaled and added within the product, not in passes of their own
+        if self.magnitude is None:  # addmm fuses scaling and addition into the matmul
             sums = torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale)
-            # A view that autograd does not know for one: FSDP warns of a unit that returns one.
+            # FSDP warns about a unit that returns what autograd tracks as a view.
             return unsafe_view(sums, result.shape)
         update = (inner @ self.lora_b.T * self.scale).view_as(result)
-        longer = self.magnitude / self._row_norms().to(self.magnitude.dtype)
-        return result + linear(dropped, self.weight) * (longer - 1) + update * longer
+        ratio = self.magnitude / self._row_norms().to(self.magnitude.dtype)
+        return result + linear(dropped, self.weight) * (ratio - 1) + update * ratio
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
-        merged = _numbers(self.weight, self.lora_b.dtype) + self.lora_b @ self.lora_a * self.scale
+        merged = _dequantized(self.weight, self.lora_b.dtype) + self.lora_b @ self.lora_a * self.scale
         precise = torch.promote_types(merged.dtype, torch.float32)
         return self.sum_over_ranks(merged.to(precise).square().sum(dim=1)).sqrt()
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:
-        """Set the magnitudes to the lengths of the weight's rows, sharded or not, once it is loaded."""
+        """Set the magnitudes to the norms of the rows of the loaded weight, which may be sharded."""
         if self.magnitude is None:
             return
         weight = self.weight.detach()
         if isinstance(weight, DTensor) and isinstance(self.magnitude, DTensor):
-            # Whole rows, whose lengths have the same bits on any mesh.
+            # With full rows, norms have the same bits on any mesh.
             weight = weight.redistribute(placements=self.magnitude.placements).to_local()
-        magnitude, _ = local_part(self.magnitude)
-        magnitude.copy_(torch.linalg.vector_norm(_numbers(weight, magnitude.dtype), dim=1))
+        magnitude, _ = shard_and_offset(self.magnitude)
+        magnitude.copy_(torch.linalg.vector_norm(_dequantized(weight, magnitude.dtype), dim=1))
 
 
-def _numbers(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize(weight, dtype) if weight.dtype == torch.uint8 else weight.to(dtype)
 
 
 def apply_lora(model: nn.Module, targets: Iterable[str], options: LoRA) -> None:
-    """Put updates beside the linear layers called ``targets``, in place; other stages' are passed over.
+    """Replace the linear layers named ``targets`` by LoRA layers, in place; those of other stages are
+    skipped.
 
     Raises:
-        ConfigError: one of them is no plain linear layer.
+        ConfigError: a target is not a plain torch.nn.Linear.
     """
     modules = dict(model.named_modules())
     for name in targets:
@@ -102,7 +103,7 @@ def apply_lora(model: nn.Module, targets: Iterable[str], options: LoRA) -> None:
                 modules[name],
                 key="finetune.lora.target_modules",
                 value=options.target_modules,
-                without="name the others",
+                without="remove it from that list",
             )
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, LoRALinear(modules[name], options))

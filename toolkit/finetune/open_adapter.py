@@ -1,4 +1,4 @@
-"""Adapters, opened from PEFT's folders and from checkpoints, and models that are an adapter on a base."""
+"""Opening of adapters from PEFT folders and checkpoints, and of adapters together with their base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.finetune.adapter import Adapter, find_adapter
-from toolkit.finetune.base import refuse_another_base
+from toolkit.finetune.base import check_base
 from toolkit.finetune.parameters import added_shapes
 from toolkit.finetune.peft_config import is_peft_folder, peft_base
 from toolkit.finetune.peft_folder import open_peft
@@ -19,39 +19,39 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import parameter_shapes
 from toolkit.weights.open import CheckpointWeights, open_weights
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import Shaped
+from toolkit.weights.views import WithArgs
 
-_UNLIKE = ("max_seq_len",)
-"""Fields of a model that change nothing of its computation."""
-_SHOWN = 6
+_NOT_COMPARED = ("max_seq_len",)
+"""Model fields that do not change the computation."""
+_SHOWN = 6  # names in a message
 
 
 def open_adapter(
     path: Path | str, args: ModelArgs, *, verify: bool = True, ranks: Ranks | None = None
 ) -> Adapter:
-    """The adapter at ``path``, PEFT's folder or a checkpoint of ours, for a model of ``args``.
+    """Open the adapter at ``path``, a PEFT folder or a checkpoint, for a model of ``args``.
 
     Raises:
-        DataError, CheckpointError: there is none, it is damaged, or it is one of another model.
+        DataError, CheckpointError: there is none, it is damaged, or of another model.
     """
     folder = expand_user(path)
     found = find_adapter(folder)
     if found is None:
         raise DataError(
-            f"{folder} is no adapter: it must be a folder of PEFT's (adapter_config.json and "
+            f"{folder} is not an adapter: it must be a PEFT folder (adapter_config.json and "
             "adapter_model.safetensors), or a checkpoint of a run with finetune.adapter"
         )
     if is_peft_folder(found):
         return open_peft(found, args)
     adapter = open_adapter_of(found, verify=verify, ranks=ranks)
-    theirs, ours = asdict(adapter.args), asdict(args)
-    differing = [key for key in ours if theirs[key] != ours[key] and key not in _UNLIKE]
+    saved, current = asdict(adapter.args), asdict(args)
+    differing = [key for key in current if saved[key] != current[key] and key not in _NOT_COMPARED]
     if differing:
-        said = ", ".join(f"{key} {theirs[key]} (this model: {ours[key]})" for key in differing)
+        values = ", ".join(f"{key} {saved[key]} (this model: {current[key]})" for key in differing)
         raise DataError(
-            f"the adapter in {found} is not one of this model: it was trained with {said}\n"
-            "  fix:  give a run the same model.*; a tool takes that folder itself, or what "
-            "tools.convert_weights merge makes of a LoRA and its base"
+            f"the adapter in {found} is of another model: it was trained with {values}\n"
+            "  fix:  set the same model.* in a run; tools accept the adapter's folder itself, or the output "
+            "of tools.convert_weights merge"
         )
     return adapter
 
@@ -59,21 +59,21 @@ def open_adapter(
 def open_adapter_on(
     path: Path | str, base: WeightSource, *, verify: bool = True, ranks: Ranks | None = None
 ) -> Adapter:
-    """:func:`open_adapter`, for the weights of ``base``.
+    """Call :func:`open_adapter` and check that the adapter was trained on the weights of ``base``.
 
     Raises:
         DataError: it was trained on others.
     """
     adapter = open_adapter(path, base.args, verify=verify, ranks=ranks)
     if adapter.base:
-        refuse_another_base(adapter.place, adapter.base, base)
+        check_base(adapter.place, adapter.base, base)
     return adapter
 
 
 def with_adapter(
     base: WeightSource, path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
 ) -> tuple[WeightSource, Adapter]:
-    """``base`` in the shape that the adapter at ``path`` was trained in, as far as it tells, and the adapter.
+    """Return ``base`` with the model args of the adapter at ``path``, if known, and the adapter.
 
     Raises:
         DataError, CheckpointError: see :func:`open_adapter_on`.
@@ -82,12 +82,12 @@ def with_adapter(
     if step is None or is_peft_folder(step):
         return base, open_adapter_on(path, base, verify=verify, ranks=ranks)
     adapter = open_adapter_of(step, verify=verify, ranks=ranks)
-    refuse_another_base(step, adapter.base or {}, base)
-    return Shaped(base, adapter.args), adapter
+    check_base(step, adapter.base or {}, base)
+    return WithArgs(base, adapter.args), adapter
 
 
 def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = None) -> Adapter:
-    """The adapter in a checkpoint ``step`` of ours, for the model that it was trained with.
+    """Open the adapter in the checkpoint ``step``, for the model that it was trained with.
 
     Raises:
         DataError, CheckpointError: it is damaged.
@@ -97,12 +97,12 @@ def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = No
     source = CheckpointWeights(step, metadata, run)
     options = finetune_of(step, run)
     found = {name: stored.shape for name, stored in source.tensors.items()}
-    due = added_shapes(source.args, options)
-    due |= {name: shape for name, shape in parameter_shapes(source.args).items() if name in found}
-    if due != found:
-        wrong = [name for name in due.keys() | found.keys() if due.get(name) != found.get(name)]
+    expected = added_shapes(source.args, options)
+    expected |= {name: shape for name, shape in parameter_shapes(source.args).items() if name in found}
+    if expected != found:
+        wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
         raise DataError(
-            f"{step} does not hold the adapter that it tells of: {first_few(sorted(wrong), _SHOWN)}"
+            f"{step} does not match the adapter in its manifest: {first_few(sorted(wrong), _SHOWN)}"
         )
     values = {name: source.read(name) for name in found}
     return Adapter(step, source.args, options, values, run["base"], run)
@@ -111,8 +111,8 @@ def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = No
 def open_adapted(
     path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
 ) -> tuple[WeightSource, Adapter | None]:
-    """The model at ``path``; where that is an adapter, its base, in the shape that it was trained in, and the
-    adapter.
+    """Open the model at ``path``; if it is an adapter, return its base, with the adapter's model args, and
+    the adapter.
 
     Raises:
         DataError, CheckpointError: see :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
@@ -124,33 +124,32 @@ def open_adapted(
     try:
         base = open_weights(place, verify=verify, ranks=ranks)
     except (DataError, CheckpointError) as error:
-        said = str(error).partition("\n")[0].partition("; it must be")[0]
+        reason = str(error).partition("\n")[0].partition("; it must be")[0]
         raise DataError(
-            f"{adapter} is an adapter, and its base cannot be opened: {said}\n"
-            f"  fix:  name the base where it is now, {_beside(adapter)}"
+            f"{adapter} is an adapter whose base cannot be opened: {reason}\n"
+            f"  fix:  pass the current path of the base {_adapter_option(adapter)}"
         ) from None
     return with_adapter(base, adapter, verify=verify, ranks=ranks)
 
 
 def _base_place(adapter: Path) -> str:
-    """Where the base of the adapter in a folder that :func:`find_adapter` gives is.
+    """Return the path of the base of an adapter found by :func:`find_adapter`.
 
     Raises:
-        DataError: it does not say, or the base was never on disk.
+        DataError: it is not recorded, or the base was never on disk.
     """
     if is_peft_folder(adapter):
         place = peft_base(adapter)
     else:
         place = open_checkpoint(adapter, verify=False)[0]["run"]["base"]["place"]
     if not place or place.startswith("seed "):
-        was = f"was drawn by {place}" if place else "is not named"
+        reason = f"was initialized from {place}" if place else "is not recorded"
         raise DataError(
-            f"{adapter} is an adapter, and the model that it belongs to {was}\n"
-            f"  fix:  name that model, {_beside(adapter)}"
+            f"{adapter} is an adapter whose base model {reason}\n"
+            f"  fix:  pass the base model {_adapter_option(adapter)}"
         )
     return place
 
 
-def _beside(adapter: Path) -> str:
-    """How a program is told of an adapter beside its base."""
-    return f"and the adapter with --adapter {adapter} (of tools.convert_weights: merge BASE {adapter} OUT)"
+def _adapter_option(adapter: Path) -> str:
+    return f"and the adapter with --adapter {adapter} (tools.convert_weights: merge BASE {adapter} OUT)"

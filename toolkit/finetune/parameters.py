@@ -1,4 +1,5 @@
-"""Names and shapes of the parameters that fine-tuning adds, and those that it trains, by name. No torch."""
+"""Names and shapes of the parameters that fine-tuning adds, and names of those it trains. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -15,32 +16,33 @@ _LORA = ("lora_a", "lora_b", "magnitude")
 IN_ATTENTION = ".attention.adapter."
 ALL_LINEAR = "all-linear"
 NF4_BLOCK = 64
-"""Numbers of a row that have one scale in a quantised base; what bitsandbytes takes where nothing is said."""
+"""Elements of a row that share a scale in an NF4 base, as by default in bitsandbytes."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def is_added(name: str) -> bool:
-    """Say if the parameter ``name`` is one of an adapter."""
+    """Return whether the parameter ``name`` belongs to an adapter."""
     return name.rpartition(".")[2] in _LORA or IN_ATTENTION in name
 
 
 def added_shapes(args: ModelArgs, options: Finetune) -> Shapes:
-    """Shapes of the parameters that the adapter of ``options`` adds, by name."""
+    """Return the shapes of the parameters that the adapter of ``options`` adds, by name."""
     return {"lora": _lora, "prefix_tuning": _prefix, "llama_adapter": _llama_adapter}.get(
         options.adapter, lambda args, options: {}
     )(args, options)
 
 
 def all_shapes(args: ModelArgs, options: Finetune) -> Shapes:
-    """Shapes of all parameters of the model that is fine-tuned."""
+    """Return the shapes of all parameters of the fine-tuned model, by name."""
     return parameter_shapes(args) | added_shapes(args, options)
 
 
 def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> set[str]:
-    """The ``names`` that are trained: an adapter's, and those of the model that the patterns leave.
+    """Return the ``names`` that are trained: those of the adapter, and those of the model selected by
+    patterns.
 
-    With an adapter the model is frozen, save for what ``trainable`` names and a classifier's head.
+    With an adapter, the model is frozen except for ``trainable`` and a classification head.
     """
     first, last = options.freeze_first_layers, args.n_layers - options.freeze_last_layers
     rows = table(args)
@@ -48,9 +50,9 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     def is_trained(name: str) -> bool:
         if is_added(name):
             return True
-        asked = not (options.adds or options.trainable) or fits(name, options.trainable)
-        asked = asked or (options.adds and is_classifier_head(name, args))
-        if not asked or fits(name, options.frozen):
+        selected = not (options.adds or options.trainable) or fits(name, options.trainable)
+        selected = selected or (options.adds and is_classifier_head(name, args))
+        if not selected or fits(name, options.frozen):
             return False
         block = rows[name].block
         return first <= block < last if block is not None else not (first and name == EMBEDDING)
@@ -59,51 +61,51 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
 
 
 def count_trained(args: ModelArgs, options: Finetune) -> tuple[int, int]:
-    """How many parameters are trained, and how many there are."""
+    """Return the number of trained and of all parameters."""
     sizes = {name: math.prod(shape) for name, shape in all_shapes(args, options).items()}
     return sum(sizes[name] for name in trained_names(sizes, args, options)), sum(sizes.values())
 
 
 def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0) -> str:
-    """Tell how many parameters are trained: "4,194,304 of 6,742,609,920 parameters (0.062%)"; and where each
-    has ``bytes_each``, how large an adapter is."""
+    """Describe the trained parameters: "4,194,304 of 6,742,609,920 parameters (0.062%)"; with ``bytes_each``,
+    also the size of an adapter."""
     trained, total = count_trained(args, options)
     size = f", adapter of {trained * bytes_each:,} bytes" if options.adds and bytes_each else ""
     return f"{trained:,} of {total:,} parameters ({trained / total:.3%}){size}"
 
 
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
-    """Names of the linear layers that LoRA updates, in the model's order.
+    """Return the names of the linear layers that LoRA updates, in the model's order.
 
-    They are named by the last part, ours or Hugging Face's, or by a pattern of all of it.
+    Targets are last components of names, ours or Hugging Face's, or patterns of full names.
     """
-    patterns, theirs = options.lora.target_modules, hf_linear_names(args)
-    asked = {ours for ours, name in theirs.items() if {ours, name, ALL_LINEAR} & set(patterns)}
+    patterns, hf_names = options.lora.target_modules, hf_linear_names(args)
+    selected = {name for name, hf_name in hf_names.items() if {name, hf_name, ALL_LINEAR} & set(patterns)}
     return [
         module
         for module in linear_layers(args)
-        if module.rpartition(".")[2] in asked or fits(module, patterns)
+        if module.rpartition(".")[2] in selected or fits(module, patterns)
     ]
 
 
 def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
-    """The first of ``patterns`` that are none of the linear layers."""
+    """Return ``patterns`` that match no linear layer."""
     known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
     return idle((pattern for pattern in patterns if pattern not in known), linear_layers(args))
 
 
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
-    """The weight of the embedding or the head whose module a target of LoRA names, ours or Hugging Face's."""
+    """Return the weight of the embedding or the head if a LoRA target matches its module, in either
+    naming."""
     for name in (EMBEDDING, HEAD):
-        theirs = table(args).to_hf(name)
-        modules = [called.removesuffix(".weight") for called in (name, theirs)]
+        modules = [it.removesuffix(".weight") for it in (name, table(args).to_hf(name))]
         if any(fits(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
             return name
     return None
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
-    """Hugging Face's last names of a block's linear layers by ours, as q_proj for wq."""
+    """Return Hugging Face's names of a block's linear layers by ours, such as q_proj for wq."""
     return {
         row.module.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
         for row in table(args).values()
@@ -132,7 +134,7 @@ def _prefix(args: ModelArgs, options: Finetune) -> Shapes:
 
 
 def adapted_layers(args: ModelArgs, options: Finetune) -> range:
-    """The blocks that have a LLaMA-Adapter."""
+    """Return the blocks with a LLaMA-Adapter."""
     return range(max(0, args.n_layers - options.llama_adapter.adapter_layers), args.n_layers)
 
 

@@ -1,7 +1,6 @@
-"""PEFT's folder of an adapter but for its numbers: adapter_config.json, and which tensors there are under
-which names. Imports no torch.
+"""The config and tensor names of PEFT folders. Imports no torch.
 
-PEFT's prefix and adaption prompt are described in :mod:`toolkit.finetune.peft_folder`.
+:mod:`toolkit.finetune.peft_folder` converts their tensors.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lo
 _ADAPTION = {"prompt": "adaption_prompt", "gate": "adaption_gate"}
 _CLASSIFIES = "SEQ_CLS"
 """PEFT's task_type of a classifier."""
-_OURS = {"lora": "LORA", "prefix_tuning": "PREFIX_TUNING", "llama_adapter": "ADAPTION_PROMPT"}
-_UNKNOWN_FORMS = (
+_PEFT_TYPES = {"lora": "LORA", "prefix_tuning": "PREFIX_TUNING", "llama_adapter": "ADAPTION_PROMPT"}
+_UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
     "layer_replication",
@@ -55,18 +54,18 @@ _UNKNOWN_FORMS = (
     "velora_config",
     "megatron_config",
 )
-"""Fields that make another computation of a LoRA than rank, alpha, rsLoRA and DoRA do."""
+"""Fields that change the computation of a LoRA in unsupported ways."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Values of init_lora_weights, beside true and false, that leave the base as it is."""
-_SHOWN = 6
+"""Values of init_lora_weights, besides booleans, that leave the base unchanged."""
+_SHOWN = 6  # names in a message
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter in PEFT's folder ``place``: ``options`` that make the like here, and the ``shapes`` of its
-    parameters, ours. ``base`` is what PEFT calls its model by, "" where it does not."""
+    """An adapter in the PEFT folder ``place``: equivalent ``options``, the ``shapes`` of its parameters by
+    our names, and PEFT's path or id of its ``base``, or ""."""
 
     place: Path
     options: Finetune
@@ -79,46 +78,46 @@ def is_peft_folder(folder: Path) -> bool:
 
 
 def peft_base(folder: Path) -> str:
-    """base_model_name_or_path of a folder, "" where it has none.
+    """Return base_model_name_or_path of a folder, or "".
 
     Raises:
-        DataError: adapter_config.json is unreadable.
+        DataError: adapter_config.json cannot be read.
     """
     return str(read_object(folder / PEFT_CONFIG).get("base_model_name_or_path") or "")
 
 
 def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
-    """Describe the adapter in ``folder``, for a model of ``args``; reads headers only.
+    """Read the config and headers of the adapter in ``folder``, for a model of ``args``.
 
     Raises:
-        DataError: the folder is not whole, of a kind or form that there is none of here, or of another model.
+        DataError: the folder is incomplete, of an unsupported type, or of another model.
     """
     path = folder / PEFT_CONFIG
     values = read_object(path)
-    kind = next((ours for ours, theirs in _OURS.items() if theirs == values.get("peft_type")), None)
+    kind = next((it for it, peft_type in _PEFT_TYPES.items() if peft_type == values.get("peft_type")), None)
     if kind is None:
-        known = join_or(_OURS.values())
+        known = join_or(_PEFT_TYPES.values())
         raise DataError(
             f"{path}: peft_type = {quote(values.get('peft_type'), json.dumps)}: it must be {known}"
         )
     if not (folder / PEFT_TENSORS).is_file():
-        instead = " (it has a pickle, which could run code: save the adapter again with PEFT)"
-        raise DataError(f"{folder} has no {PEFT_TENSORS}{instead if (folder / _PICKLED).is_file() else ''}")
+        hint = " (it has a pickle, which could execute code: save the adapter again with PEFT)"
+        raise DataError(f"{folder} has no {PEFT_TENSORS}{hint if (folder / _PICKLED).is_file() else ''}")
     if (folder / _PICKLED).is_file():
-        raise DataError(f"{folder} holds two saves of an adapter, {PEFT_TENSORS} and {_PICKLED}{ONE_SAVE}")
+        raise DataError(f"{folder} has an adapter in two formats, {PEFT_TENSORS} and {_PICKLED}{ONE_SAVE}")
     if values.get("task_type") == _CLASSIFIES and args.classifier is None:
-        raise DataError(f"{folder} is the adapter of a classifier, and the model that it is for here is none")
+        raise DataError(f"{folder} is the adapter of a classifier, but the model is not a classifier")
     entries = file_entries(folder / PEFT_TENSORS)
-    if strange := [f"{name} as {it.dtype}" for name, it in entries.items() if it.dtype not in ITEM_BYTES]:
+    if wrong := [f"{name} as {it.dtype}" for name, it in entries.items() if it.dtype not in ITEM_BYTES]:
         raise DataError(
-            f"{folder / PEFT_TENSORS} holds {first_few(strange, _SHOWN)}; an adapter's tensors must be one "
-            f"of {', '.join(ITEM_BYTES)}"
+            f"{folder / PEFT_TENSORS} has {first_few(wrong, _SHOWN)}; an adapter's tensors must be one of "
+            f"{', '.join(ITEM_BYTES)}"
         )
     found = {name: entry.shape for name, entry in entries.items()}
     fields = Fields(values)
     shapes: Shapes
     if kind == "lora":
-        shapes = _named(found, args, folder)
+        shapes = _to_our_names(found, args, folder)
         options = _lora(fields, shapes, args)
     elif kind == "prefix_tuning":
         options = _prefix(fields, args)
@@ -127,7 +126,7 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
         options = _llama_adapter(fields)
         shapes = {
             name: shape[1:] if name.endswith(".prompt") else shape
-            for name, shape in _named(found, args, folder).items()
+            for name, shape in _to_our_names(found, args, folder).items()
         }
     fields.finish(f"the adapter of {path} cannot be used")
     _check_shapes(shapes, args, options, folder)
@@ -135,22 +134,22 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
 
 
 def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
-    for key in _UNKNOWN_FORMS:
+    for key in _UNSUPPORTED:
         if fields.values.get(key):
-            fields.refuse(key, "changes the computation in a way that there is none of here")
+            fields.reject(key, "changes the computation in an unsupported way")
     init = fields.values.get("init_lora_weights", True)
     if not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
-        rule = "belongs to a base that PEFT changes as it begins: save it as a plain LoRA"
+        rule = "changes the base's weights: save it as a plain LoRA with PEFT"
         other = "path_initial_model_for_weight_conversion"
-        fields.refuse("init_lora_weights", f"{rule} ({other}), or merge it there")
+        fields.reject("init_lora_weights", f"{rule} ({other}), or merge it with PEFT")
     if fields.values.get("bias", "none") != "none":
-        fields.refuse("bias", 'must be "none": biases that were trained beside it are not read')
+        fields.reject("bias", 'must be "none": trained biases are not supported')
     dropout = fields.values.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        fields.refuse("lora_dropout", "must be a number from 0 to below 1")
+        fields.reject("lora_dropout", "must be a number from 0 to below 1")
         dropout = 0.0
     if args.tie_embeddings and EMBEDDING in shapes:
-        fields.refuse("modules_to_save", "PEFT trained the embedding apart from the head, which is tied here")
+        fields.reject("modules_to_save", "PEFT trained the embedding without the head, but they are tied")
     modules = {name.rpartition(".")[0] for name in shapes if is_added(name)}
     lora = LoRA(
         rank=fields.count("r"),
@@ -160,18 +159,20 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
         use_dora=fields.flag("use_dora"),
         target_modules=_compact(modules, args, {}),
     )
-    # A classifier's head is trained beside any adapter, and not named.
-    beside = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
-    return Finetune(adapter="lora", lora=lora, trainable=sorted(beside))
+    # A classification head is always trained, without being listed.
+    others = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
+    return Finetune(adapter="lora", lora=lora, trainable=sorted(others))
 
 
 def _prefix(fields: Fields, args: ModelArgs) -> Finetune:
     if fields.count("num_transformer_submodules", 1) != 1:
-        fields.refuse("num_transformer_submodules", "must be 1: a decoder has one")
+        fields.reject("num_transformer_submodules", "must be 1: a decoder has one")
     if fields.count("num_layers", args.n_layers) != args.n_layers:
-        fields.refuse("num_layers", f"the model has {args.n_layers}")
+        fields.reject("num_layers", f"the model has {args.n_layers}")
     if args.sliding_window:
-        fields.refuse("peft_type", "the window of this model hides PEFT's prefix, and none of ours")
+        fields.reject(
+            "peft_type", "PEFT applies the model's sliding window to the prefix, this toolkit does not"
+        )
     tokens = PrefixTuning(num_virtual_tokens=fields.count("num_virtual_tokens"))
     return Finetune(adapter="prefix_tuning", prefix_tuning=tokens)
 
@@ -184,36 +185,38 @@ def _llama_adapter(fields: Fields) -> Finetune:
 
 def _prefix_shapes(found: Shapes, options: Finetune, args: ModelArgs, folder: Path) -> Shapes:
     count = options.prefix_tuning.num_virtual_tokens
-    due = {PROMPTS: (count, args.n_layers * 2 * args.n_kv_heads * args.head_dim)}
-    if dict(found) != due:
+    expected = {PROMPTS: (count, args.n_layers * 2 * args.n_kv_heads * args.head_dim)}
+    if dict(found) != expected:
         raise DataError(
-            f"{folder / PEFT_TENSORS} is not of this model: it has {_told(found)} in place of {_told(due)}"
+            f"{folder / PEFT_TENSORS} is of another model: it has {_describe(found)} instead of "
+            f"{_describe(expected)}"
         )
     return added_shapes(args, options)
 
 
-def _told(shapes: Shapes) -> str:
+def _describe(shapes: Shapes) -> str:
     return first_few([f"{name} {shape}" for name, shape in shapes.items()], _SHOWN)
 
 
-def _named(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tuple[int, ...]]:
-    """``found`` by our names."""
-    ours = [f"{module}.{part}" for module in linear_layers(args) for part in _PARTS]
-    ours += [f"layers.{layer}{IN_ATTENTION}{part}" for layer in range(args.n_layers) for part in _ADAPTION]
-    by_theirs = {to_peft_name(name, args): name for name in [*ours, *parameter_shapes(args)]}
-    # As some versions call a magnitude.
-    by_theirs |= {
-        f"{theirs}.weight": name for theirs, name in by_theirs.items() if theirs.endswith("_vector")
+def _to_our_names(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tuple[int, ...]]:
+    names = [f"{module}.{part}" for module in linear_layers(args) for part in _PARTS]
+    names += [f"layers.{layer}{IN_ATTENTION}{part}" for layer in range(args.n_layers) for part in _ADAPTION]
+    by_peft_name = {to_peft_name(name, args): name for name in [*names, *parameter_shapes(args)]}
+    # Some versions of PEFT add a suffix to magnitudes.
+    by_peft_name |= {
+        f"{peft_name}.weight": name
+        for peft_name, name in by_peft_name.items()
+        if peft_name.endswith("_vector")
     }
-    strange = [name for name in found if name not in by_theirs]
-    if strange:
+    unknown = [name for name in found if name not in by_peft_name]
+    if unknown:
         outside = tuple(f"{to_peft_name(it, args).removesuffix('weight')}lora_" for it in (EMBEDDING, HEAD))
-        fix = "LoRA updates linear layers of the blocks alone: have PEFT merge the adapter (merge_and_unload)"
+        fix = "LoRA supports only linear layers of the blocks: merge the adapter with PEFT (merge_and_unload)"
         raise DataError(
-            f"{folder / PEFT_TENSORS} holds what this model has no place for: {first_few(strange, _SHOWN)}"
-            + (f"\n  fix:  {fix}" if any(name.startswith(outside) for name in strange) else "")
+            f"{folder / PEFT_TENSORS} has tensors that this model lacks: {first_few(unknown, _SHOWN)}"
+            + (f"\n  fix:  {fix}" if any(name.startswith(outside) for name in unknown) else "")
         )
-    return {by_theirs[name]: shape for name, shape in found.items()}
+    return {by_peft_name[name]: shape for name, shape in found.items()}
 
 
 def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
@@ -222,56 +225,56 @@ def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
 
 
 def to_peft_name(name: str, args: ModelArgs) -> str:
-    """PEFT's name of a parameter that is trained beside a model of ``args``, but for those of a prefix."""
+    """Return PEFT's name of a trained parameter, except for those of a prefix."""
     module, _, part = name.rpartition(".")
     if part in _PARTS:
-        theirs = table(args).to_hf(f"{module}.weight").removesuffix("weight")
-        return f"{_PREFIX}{theirs}{_PARTS[part]}"
+        hf_module = table(args).to_hf(f"{module}.weight").removesuffix("weight")
+        return f"{_PREFIX}{hf_module}{_PARTS[part]}"
     if IN_ATTENTION in name:
         return _PREFIX + _adaption_name(int(name.split(".", 2)[1]), _ADAPTION[part], args)
     return _PREFIX + table(args).to_hf(name)
 
 
 def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Path) -> None:
-    due = added_shapes(args, options) | {
+    expected = added_shapes(args, options) | {
         name: shape for name, shape in parameter_shapes(args).items() if name in shapes
     }
     wrong = {
-        "missing": [to_peft_name(name, args) for name in due if name not in shapes],
-        "too many": [to_peft_name(name, args) for name in shapes if name not in due],
+        "missing": [to_peft_name(name, args) for name in expected if name not in shapes],
+        "unexpected": [to_peft_name(name, args) for name in shapes if name not in expected],
         "of another shape": [
-            f"{to_peft_name(name, args)} {shapes[name]} in place of {shape}"
-            for name, shape in due.items()
+            f"{to_peft_name(name, args)} {shapes[name]} instead of {shape}"
+            for name, shape in expected.items()
             if shapes.get(name, shape) != shape
         ],
     }
     lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in wrong.items() if names]
     if lines:
-        raise DataError("\n  ".join([f"the adapter in {folder} is not one of this model:", *lines]))
+        raise DataError("\n  ".join([f"the adapter in {folder} is of another model:", *lines]))
 
 
 def peft_config(
     args: ModelArgs, options: Finetune, *, base: str | None, replaced: Iterable[str]
 ) -> dict[str, Any]:
-    """Content of adapter_config.json for an adapter; ``replaced`` are parameters of the model itself that
-    were trained beside it.
+    """Build adapter_config.json for an adapter; ``replaced`` are parameters of the model that were trained
+    too.
 
     Raises:
         DataError: PEFT has no such adapter.
     """
-    if problem := without_peft_form(args, options, replaced):
-        raise DataError(f"PEFT has no form of this adapter: {problem}")
-    said: dict[str, Any] = {
+    if problem := unsupported_by_peft(args, options, replaced):
+        raise DataError(f"PEFT does not support this adapter: {problem}")
+    config: dict[str, Any] = {
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "peft_type": _OURS[options.adapter],
+        "peft_type": _PEFT_TYPES[options.adapter],
         "revision": None,
         "task_type": "CAUSAL_LM" if args.classifier is None else _CLASSIFIES,
     }
     if options.adapter == "lora":
         lora = options.lora
         modules = list(dict.fromkeys(table(args).to_hf(name).rpartition(".")[0] for name in replaced))
-        said |= {
+        config |= {
             "r": lora.rank,
             "lora_alpha": lora.alpha,
             "lora_dropout": lora.dropout,
@@ -283,7 +286,7 @@ def peft_config(
             "target_modules": _compact(set(lora_targets(args, options)), args, hf_linear_names(args)),
         }
     elif options.adapter == "prefix_tuning":
-        said |= {
+        config |= {
             "num_virtual_tokens": options.prefix_tuning.num_virtual_tokens,
             "num_layers": args.n_layers,
             "num_attention_heads": args.n_kv_heads,
@@ -294,59 +297,57 @@ def peft_config(
         }
     else:
         adapter_options = options.llama_adapter
-        said |= {
+        config |= {
             "adapter_len": adapter_options.adapter_len,
             "adapter_layers": min(adapter_options.adapter_layers, args.n_layers),
             "target_modules": "self_attn",
         }
-    return said
+    return config
 
 
-def without_peft_form(args: ModelArgs, options: Finetune, replaced: Iterable[str] = ()) -> str:
-    """Why PEFT cannot hold an adapter; "" where it can."""
+def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[str] = ()) -> str:
+    """Return why PEFT does not support an adapter, or ""."""
     if options.adapter == "prefix_tuning" and args.sliding_window:
-        return "the window of this model would hide its prefix, and hides none of ours"
+        return "it would apply the model's sliding window to the prefix, which this toolkit does not"
     if options.adapter == "llama_adapter" and options.llama_adapter.gate == "head":
-        return 'its gate is one for each head, as in the paper (finetune.llama_adapter.gate = "head")'
+        return 'it has one gate per head, as in the paper (finetune.llama_adapter.gate = "head")'
     if options.adapter == "llama_adapter" and (
         args.qk_norm or args.qkv_bias or args.n_heads * args.head_dim != args.dim
     ):
-        return "its adaption prompts are for heads without norms and biases that share dim among them"
+        return "its adaption prompts require heads of dim / n_heads without norms and biases"
     if options.adapter != "lora" and args.classifier is not None:
-        return "a classifier's head is trained beside it"
+        return "a classification head is trained too"
     if options.adapter != "lora" and (options.trainable or list(replaced)):
-        return "parameters of the model are trained beside it (finetune.trainable)"
+        return "parameters of the model are trained too (finetune.trainable)"
     kinds: dict[str, set[str]] = {}
     targets = lora_targets(args, options) if options.adapter == "lora" else []
     for name in replaced:
         module, _, kind = name.rpartition(".")
         kinds.setdefault(module, set()).add(kind)
     if both := [module for module in targets if "weight" in kinds.get(module, ())]:
-        return (
-            f"it updates a layer or keeps it whole, and {both[0]} is trained both ways (finetune.trainable)"
-        )
+        return f"it cannot both update and replace a layer, such as {both[0]} (finetune.trainable)"
     if args.tie_embeddings and "tok_embeddings" in kinds:
-        return "it would leave the head, which is tied to the embedding, untrained (finetune.trainable)"
+        return "it would not train the head, which is tied to the embedding (finetune.trainable)"
     biased = {name.removesuffix(".bias") for name in parameter_shapes(args) if name.endswith(".bias")}
     if partly := [module for module, found in kinds.items() if module in biased and len(found) == 1]:
         module = min(partly)
         [kind] = kinds[module]
-        return f"it keeps whole modules, and of {module} the {kind} alone is trained (finetune.trainable)"
+        return f"it saves entire modules, but only the {kind} of {module} is trained (finetune.trainable)"
     return ""
 
 
-def _compact(modules: set[str], args: ModelArgs, their_names: Mapping[str, str]) -> list[str]:
-    """Names that stand for ``modules``: last names where all of a name are among them, else whole ones; in
-    Hugging Face's words where ``their_names`` has them."""
+def _compact(modules: set[str], args: ModelArgs, hf_names: Mapping[str, str]) -> list[str]:
+    """Return the shortest targets for ``modules``: last components if all layers of a name are among them,
+    otherwise full names; Hugging Face's names if ``hf_names`` is given."""
     layers = list(linear_layers(args))
     by_last: dict[str, set[str]] = {}
     for layer in layers:
         by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)
-    if modules == set(layers) and not their_names:
+    if modules == set(layers) and not hf_names:
         return [ALL_LINEAR]
     if all(names <= modules or not names & modules for names in by_last.values()):
-        return [their_names.get(last, last) for last, names in by_last.items() if names <= modules]
-    if not their_names:
+        return [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
+    if not hf_names:
         return sorted(modules, key=layers.index)
     to_hf = table(args).to_hf
     return [to_hf(f"{name}.weight").removesuffix(".weight") for name in sorted(modules, key=layers.index)]

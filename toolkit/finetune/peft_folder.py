@@ -1,11 +1,12 @@
-"""PEFT's numbers and ours: tensors of an adapter in Hugging Face's order of rows, and a prefix's positions.
+"""Conversion of adapter tensors between PEFT folders and this toolkit: row order, and positions of a prefix.
 
-LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which Hugging Face keeps in another
-order (:func:`toolkit.models.common.table.hf_row_order`).
+LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which Hugging Face orders
+differently (:func:`toolkit.models.common.table.hf_row_order`).
 
-PEFT keeps a prefix of n tokens as a cache of past keys and values: one row a token, in it each layer's keys
-and then its values. The tokens that follow have positions from n on, and ours from 0. RoPE sees distances
-alone: ours are PEFT's keys turned back by n positions.
+PEFT stores a prefix of n tokens as past keys and values: one row per token, with each layer's keys and
+    values. The
+following tokens have positions from n on there, and from 0 here. Because RoPE depends only on distances, our
+keys are PEFT's rotated back by n positions.
 """
 
 from __future__ import annotations
@@ -45,31 +46,31 @@ _FINGERPRINT = "base_fingerprint"
 
 
 def open_peft(folder: Path, args: ModelArgs) -> Adapter:
-    """The adapter in PEFT's ``folder``, for a model of ``args``.
+    """Open the adapter in a PEFT ``folder``, for a model of ``args``.
 
     Raises:
         DataError: see :func:`toolkit.finetune.peft_config.read_peft`.
     """
-    about = read_peft(folder, args)
+    header = read_peft(folder, args)
     try:
         file = safe_open(folder / PEFT_TENSORS, framework="pt")
-    except SafetensorError as error:  # what the package itself will not have of the header
+    except SafetensorError as error:  # the package rejects the header
         raise DataError(f"{folder / PEFT_TENSORS} has a damaged header: {error}") from None
     with file:
-        base = {"place": about.base}
-        if said := (file.metadata() or {}).get(_FINGERPRINT):
-            base["fingerprint"] = said
-        if about.options.adapter == "prefix_tuning":
+        base = {"place": header.base}
+        if fingerprint := (file.metadata() or {}).get(_FINGERPRINT):
+            base["fingerprint"] = fingerprint
+        if header.options.adapter == "prefix_tuning":
             tensors = _from_prompts(file.get_tensor(PROMPTS), args)
         else:
-            theirs = {name: _stored_as(name, args, file.keys()) for name in about.shapes}
-            tensors = {name: _ours(name, file.get_tensor(key), args) for name, key in theirs.items()}
-    return Adapter(folder, args, about.options, tensors, base)
+            keys = {name: _stored_name(name, args, file.keys()) for name in header.shapes}
+            tensors = {name: _from_peft(name, file.get_tensor(key), args) for name, key in keys.items()}
+    return Adapter(folder, args, header.options, tensors, base)
 
 
-def _stored_as(name: str, args: ModelArgs, keys: Sequence[str]) -> str:
-    theirs = to_peft_name(name, args)
-    return theirs if theirs in keys else f"{theirs}.weight"  # as some versions call a magnitude
+def _stored_name(name: str, args: ModelArgs, keys: Sequence[str]) -> str:
+    peft_name = to_peft_name(name, args)
+    return peft_name if peft_name in keys else f"{peft_name}.weight"  # a magnitude of some versions of PEFT
 
 
 def write_peft(
@@ -81,27 +82,28 @@ def write_peft(
     ranks: Ranks,
     replace: bool = False,
 ) -> None:
-    """Write ``adapter`` as PEFT's folder ``out``, in ``dtype``, with the files ``others`` beside it.
+    """Write ``adapter`` as a PEFT folder ``out``, in ``dtype``, with the files ``others``.
 
-    Of ``ranks`` rank 0 writes. The folder appears whole; with ``replace`` one of before goes.
+    Rank 0 of ``ranks`` writes. The folder is created atomically; ``replace`` replaces an existing one.
 
     Raises:
         DataError: PEFT has no such adapter.
         CheckpointError: the folder cannot be written.
     """
     replaced = [name for name in adapter.tensors if not is_added(name)]
-    said = peft_config(adapter.args, adapter.options, base=_base_name(adapter.base), replaced=replaced)
+    config = peft_config(adapter.args, adapter.options, base=_base_name(adapter.base), replaced=replaced)
     folder = Folder(
         files={PEFT_TENSORS: list(adapter.tensors)},
-        others={PEFT_CONFIG: (json.dumps(said, indent=2) + "\n").encode(), **others},
+        others={PEFT_CONFIG: (json.dumps(config, indent=2) + "\n").encode(), **others},
         write=partial(_save, adapter, dtype),
-        opened=SafetensorsFolder,
+        open=SafetensorsFolder,
     )
     write_folder(adapter, out, folder, ranks=ranks, progress=no_progress, replace=replace)
 
 
 def _base_name(base: Mapping[str, str] | None) -> str | None:
-    """The name that PEFT loads the base by: the full one of a folder that is there; else as it was called."""
+    """Return the name by which PEFT loads the base: the absolute path of an existing folder, otherwise
+    unchanged."""
     place = (base or {}).get("place", "")
     if expand_user(place).is_dir():
         return str(expand_user(place).resolve())
@@ -110,32 +112,30 @@ def _base_name(base: Mapping[str, str] | None) -> str | None:
 
 def _save(adapter: Adapter, dtype: torch.dtype, path: Path, names: Sequence[str]) -> None:
     tensors = {name: adapter.read(name) for name in names}
+    args = adapter.args
     if adapter.options.adapter == "prefix_tuning":
-        theirs = {PROMPTS: _to_prompts(tensors, adapter.args)}
+        converted = {PROMPTS: _to_prompts(tensors, args)}
     else:
-        args = adapter.args
-        theirs = {to_peft_name(name, args): _theirs(name, tensor, args) for name, tensor in tensors.items()}
+        converted = {to_peft_name(name, args): _to_peft(name, it, args) for name, it in tensors.items()}
     metadata = {"format": "pt"}
     if fingerprint := (adapter.base or {}).get("fingerprint"):
         metadata[_FINGERPRINT] = fingerprint
-    save_file({name: it.to(dtype).contiguous() for name, it in theirs.items()}, path, metadata=metadata)
+    save_file({name: it.to(dtype).contiguous() for name, it in converted.items()}, path, metadata=metadata)
 
 
-def _theirs(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
-    """Our ``tensor`` as PEFT keeps it."""
+def _to_peft(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     if name.endswith(f"{IN_ATTENTION}prompt"):
         return tensor[None]
-    return tensor[_order(len(tensor), args)] if _reordered(name, args) else tensor
+    return tensor[_order(len(tensor), args)] if _is_reordered(name, args) else tensor
 
 
-def _ours(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
-    """PEFT's ``tensor`` as it is here."""
+def _from_peft(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     if name.endswith(f"{IN_ATTENTION}prompt"):
         return tensor[0]
-    return tensor[_order(len(tensor), args).argsort()] if _reordered(name, args) else tensor
+    return tensor[_order(len(tensor), args).argsort()] if _is_reordered(name, args) else tensor
 
 
-def _reordered(name: str, args: ModelArgs) -> bool:
+def _is_reordered(name: str, args: ModelArgs) -> bool:
     module, _, part = name.rpartition(".")
     rows = part in ("lora_b", "magnitude", "weight", "bias")
     row = table(args).get(f"{module}.weight")
@@ -154,24 +154,24 @@ def _to_prompts(tensors: Mapping[str, Tensor], args: ModelArgs) -> Tensor:
     rows = []
     for layer in range(args.n_layers):
         keys_KPE, values_KPE = (tensors[name] for name in _names(layer))
-        turned_KPE = _turned(keys_KPE, keys_KPE.shape[1], args)[..., _order(args.head_dim, args)]
-        rows += [turned_KPE, values_KPE]
+        rotated_KPE = _rotate_keys(keys_KPE, keys_KPE.shape[1], args)[..., _order(args.head_dim, args)]
+        rows += [rotated_KPE, values_KPE]
     return torch.stack(rows).permute(2, 0, 1, 3).flatten(1)
 
 
 def _from_prompts(prompts: Tensor, args: ModelArgs) -> dict[str, Tensor]:
     rows = prompts.unflatten(1, (2 * args.n_layers, args.n_kv_heads, args.head_dim)).permute(1, 2, 0, 3)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for layer in range(args.n_layers):
         keys_KPE = rows[2 * layer][..., _order(args.head_dim, args).argsort()]
         keys, values = _names(layer)
-        found[keys] = _turned(keys_KPE, -len(prompts), args)
-        found[values] = rows[2 * layer + 1].contiguous()
-    return found
+        tensors[keys] = _rotate_keys(keys_KPE, -len(prompts), args)
+        tensors[values] = rows[2 * layer + 1].contiguous()
+    return tensors
 
 
-def _turned(keys_KPE: Tensor, positions: int, args: ModelArgs) -> Tensor:
-    """Keys as they are so many positions further on."""
+def _rotate_keys(keys_KPE: Tensor, positions: int, args: ModelArgs) -> Tensor:
+    """Rotate keys by a number of positions."""
     rotations = rope_rotations(args, torch.tensor([positions]), torch.float64)
     return (
         rotate(keys_KPE.transpose(0, 1)[None].double(), rotations)[0]

@@ -1,9 +1,9 @@
-"""Prefix tuning: learned keys and values that every token of a block's attention sees beside those of its
-document. They have no positions: keys are learned as they are after RoPE.
+"""Prefix tuning: learned keys and values that every token attends to in addition to those of its document.
+They have no
+positions: keys are learned as they are after RoPE.
 
-Unlike a cache of past keys, which is what PEFT makes of them, they are parameters of the attention: blocks
-that are computed again in backward see them, positions stay those of the tokens, and packed documents each
-begin behind the same prefix.
+PEFT implements them as past keys and values; here they are parameters of the attention, which work with
+activation checkpointing, do not shift the tokens' positions, and precede each of several packed documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.models.common.decoder import Attention, Decoder
 
 
 class Prefix(nn.Module):
-    """Keys and values (K, P, E) for P learned tokens, of which each rank of a tp group has its heads'."""
+    """Keys and values (K, P, E) of P learned tokens, sharded by heads under tensor parallelism."""
 
     tensor_style = "adapter"
     tensor_placements = {"adapter": {"keys": "column", "values": "column"}}
@@ -43,7 +43,7 @@ class Prefix(nn.Module):
 
 
 def apply_prefix(model: Decoder, args: ModelArgs, options: PrefixTuning) -> None:
-    """Give every block of ``model``, on the meta device, a prefix, in place."""
+    """Add a prefix to every block of ``model``, on the meta device, in place."""
     with torch.device("meta"):
         for block in model.layers.values():
             attention: Any = block.attention

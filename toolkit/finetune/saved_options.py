@@ -1,4 +1,4 @@
-"""The table ``finetune`` of a run that has saved an adapter, and how adapters differ. Imports no torch."""
+"""Fine-tuning options of saved adapters, and their differences from a run's. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _COMPARED = {
 
 
 def saved_options(folder: Path, args: ModelArgs) -> Finetune:
-    """Options that make the adapter in ``folder``, PEFT's or a step-N of ours, anew for a model of ``args``.
+    """Return the options of the adapter in ``folder``, a PEFT folder or a step-N, for a model of ``args``.
 
     Raises:
-        DataError, CheckpointError: there is none, it is damaged, or one of another model.
+        DataError, CheckpointError: there is none, it is damaged, or of another model.
     """
     if is_peft_folder(folder):
         return read_peft(folder, args).options
@@ -36,10 +36,10 @@ def saved_options(folder: Path, args: ModelArgs) -> Finetune:
 
 
 def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
-    """The table of the run that saved the checkpoint ``step``.
+    """Return the fine-tuning options of the run that saved the checkpoint ``step``.
 
     Raises:
-        CheckpointError: its manifest does not tell.
+        CheckpointError: its manifest has no valid options.
     """
     table: dict[str, Any] = {}
     for key, value in saved_settings(run).items():
@@ -53,41 +53,45 @@ def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
         return Finetune.model_validate(table)
     except ValidationError as error:
         raise CheckpointError(
-            f"the manifest of {step} does not tell what its adapter is: {error.errors()[0]['msg']}"
+            f"the manifest of {step} has no valid adapter options: {error.errors()[0]['msg']}"
         ) from None
 
 
-def differences(saved: Finetune, here: Finetune, args: ModelArgs) -> dict[str, Any]:
-    """Values that keys of ``here`` would need for an adapter of ``saved``, by key, where they are others."""
-    if saved.adapter != here.adapter:
+def differences(saved: Finetune, current: Finetune, args: ModelArgs) -> dict[str, Any]:
+    """Return the values, by key, with which ``current`` would load an adapter of ``saved``, where they
+    differ."""
+    if saved.adapter != current.adapter:
         return {"finetune.adapter": saved.adapter}
-    wanted = {
+    required = {
         f"finetune.{key}": _value(saved, key)
-        for key in _COMPARED[here.adapter]
-        if _value(saved, key) != _value(here, key)
+        for key in _COMPARED[current.adapter]
+        if _value(saved, key) != _value(current, key)
     }
-    if here.adapter == "lora" and lora_targets(args, saved) != lora_targets(args, here):
-        wanted["finetune.lora.target_modules"] = saved.lora.target_modules
-    return wanted
+    if current.adapter == "lora" and lora_targets(args, saved) != lora_targets(args, current):
+        required["finetune.lora.target_modules"] = saved.lora.target_modules
+    return required
 
 
 def resume_differences(
-    saved: Finetune, here: Finetune, args: ModelArgs, *, optimizer: bool
+    saved: Finetune, current: Finetune, args: ModelArgs, *, optimizer: bool
 ) -> dict[str, Any]:
-    """Values that keys of ``here`` would need to go on with a checkpoint of ``saved``, by key, where they are
-    others; both have the same kind of adapter. Without the ``optimizer`` of the checkpoint a whole model may
-    be trained otherwise than it was."""
-    wanted = differences(saved, here, args) if here.adds else {}
-    if saved.quantizes != here.quantizes:
-        wanted["finetune.lora.quantize_base"] = saved.lora.quantize_base
-    before, now = (trained_names(all_shapes(args, it), args, it) for it in (saved, here))
-    if before != now and not wanted and (optimizer or here.adds):
-        wanted = {
+    """Return the values, by key, with which ``current`` would resume a checkpoint of ``saved``, where they
+    differ.
+
+    Both have the same type of adapter. Without the ``optimizer`` of the checkpoint, other parameters of a
+    full model may be trained.
+    """
+    required = differences(saved, current, args) if current.adds else {}
+    if saved.quantizes != current.quantizes:
+        required["finetune.lora.quantize_base"] = saved.lora.quantize_base
+    before, now = (trained_names(all_shapes(args, it), args, it) for it in (saved, current))
+    if before != now and not required and (optimizer or current.adds):
+        required = {
             f"finetune.{key}": getattr(saved, key)
             for key in _KEYS
-            if getattr(saved, key) != getattr(here, key)
+            if getattr(saved, key) != getattr(current, key)
         }
-    return wanted
+    return required
 
 
 def _value(options: Finetune, key: str) -> Any:

@@ -21,7 +21,7 @@ from toolkit.finetune.parameters import IN_ATTENTION
 from toolkit.models.common.decoder import Decoder
 from toolkit.weights.load import load_weights
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import Only
+from toolkit.weights.views import Subset
 
 
 class Adapters:
@@ -48,7 +48,7 @@ class Adapters:
             attention: Any = block.attention
             attention.adapter = None
         if parameters:
-            load_weights(Only(self._source(name), parameters), parameters)
+            load_weights(Subset(self._source(name), parameters), parameters)
         self._attach(model, name, tp)
 
     def _merges(self, name: str | None) -> bool:

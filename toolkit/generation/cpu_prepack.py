@@ -96,7 +96,7 @@ class _PackedAttention(Attention):
             q_BSHE, k_BSKE = qk_BSHE.split([queries, self.keys], dim=2)
             qk_BSHE = torch.cat((self.q_norm(q_BSHE), self.k_norm(k_BSKE)), dim=2)
         q_BSHE, k_BSKE = rotate(qk_BSHE, rotations).split([queries, self.keys], dim=2)
-        return self.attended(q_BSHE, k_BSKE, v_BSKE, mask)
+        return self.attend(q_BSHE, k_BSKE, v_BSKE, mask)
 
 
 class _PackedFeedForward(FeedForward):

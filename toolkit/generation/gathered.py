@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.distributed.agreement import Ranks
-from toolkit.distributed.dtensor import local_part
+from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.launcher.environment import whole_number
 
 _MAX_FRACTION = 0.5
@@ -21,7 +21,7 @@ def fits_unsharded(model: nn.Module, device: torch.device) -> tuple[bool, str]:
     """Report whether the gathered weights of ``model``, on the meta device and sharded by tp, fit on all
     ranks, and a note for the user if they do not. The same on every rank."""
     ranks = Ranks()
-    parts = (local_part(parameter)[0] for parameter in model.parameters())
+    parts = (shard_and_offset(parameter)[0] for parameter in model.parameters())
     weights = sum(part.nbytes for part in parts)
     sharing = whole_number(os.environ, "LOCAL_WORLD_SIZE", ranks.size, 1) if device.type == "cpu" else 1
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_memory()

@@ -30,13 +30,13 @@ from toolkit.generation.cpu_prepack import can_prepack, prepack_model
 from toolkit.generation.generator import Generator
 from toolkit.hardware import lacks_cpp_compiler
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.attention_choice import attention_choice
+from toolkit.models.common.attention_choice import choose_attention
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import table
 from toolkit.parallel.mesh import Mesh, build_mesh
-from toolkit.weights.hf_assets import asked_bos, eos_ids, run_of, tokenizer_of
-from toolkit.weights.load import open_alike
+from toolkit.weights.hf_assets import configured_add_bos, eos_ids, run_of, tokenizer_of
+from toolkit.weights.load import open_on_all_ranks
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import note_of
 
@@ -148,11 +148,13 @@ def load_model(
     run = run_of(trained)
     settings = saved_settings(run)
     tokenizer_source = next((it for it in (trained, source) if tokenizer_of(it)), source)
-    tokenizer = _tokenizer(tokenizer_source, tokenizer_path, asked_bos(run) if add_bos is None else add_bos)
+    tokenizer = _tokenizer(
+        tokenizer_source, tokenizer_path, configured_add_bos(run) if add_bos is None else add_bos
+    )
     if check:
         check(tokenizer, source.args)
     prefix = any(it.options.adapter == "prefix_tuning" for it in adapter_set.adapters.values())
-    attention = attention_choice(
+    attention = choose_attention(
         "auto",
         "",
         device=device.type,
@@ -198,10 +200,10 @@ def _open(path: Path | str, extra: Mapping[str, Path | str], verify: bool) -> tu
             adapters[_DEFAULT_ADAPTER] = adapter
         return base
 
-    base = open_alike(open_base)
+    base = open_on_all_ranks(open_base)
     assert base is not None
     for name, folder in extra.items():
-        adapter = open_alike(partial(open_adapter_on, folder, base, verify=verify, ranks=Ranks()))
+        adapter = open_on_all_ranks(partial(open_adapter_on, folder, base, verify=verify, ranks=Ranks()))
         assert isinstance(adapter, Adapter)
         adapters[name] = adapter
     return base, Adapters(base, adapters)

@@ -1,1 +1,1 @@
-"""The health of a run: unsound numbers, slow ranks, and signs of life."""
+"""Health of a run: nonfinite values and spikes, stragglers, and the heartbeat."""

@@ -1,4 +1,4 @@
-"""The heartbeat of a run: a file that tells a watchdog outside of it when it was last seen doing what."""
+"""Heartbeat file with the time and state of a run, for external watchdogs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from pathlib import Path
 
 from toolkit.step_hooks import StepHook, StepResult
 
-_OF_EACH_STEP = ("data", "profiler")
+_STEP_STATES = ("data", "profiler")
 
 
 class Heartbeat(StepHook):
-    """Writes ``path`` as a whole, at most every ``seconds`` unless the state has changed. The wait for data,
-    which each step begins with, and the profiler's part, which ends it, are such states where they begin
-    ``seconds`` after the last one was written.
+    """Writes ``path`` atomically, at most every ``seconds`` unless the state changes. The states of every
+    step (waiting for data, and the profiler) are only written ``seconds`` after the last write.
 
-    One JSON object: ``time`` (Unix seconds), ``step`` (the last that is done), ``state``, ``rank``, ``host``
-    and ``pid``. A file that cannot be written is left as it is: it is old then, which is what a watchdog
-    looks for.
+    The file is a JSON object with ``time`` (Unix seconds), ``step`` (the last finished), ``state``, ``rank``,
+    ``host`` and ``pid``. Write errors are ignored: the file becomes old, which a watchdog detects.
     """
 
     def __init__(
@@ -41,12 +39,12 @@ class Heartbeat(StepHook):
 
     def beat(self, state: str) -> None:
         now = time.time()
-        if state in (self._state, *_OF_EACH_STEP) and 0 <= now - self._written < self.seconds:
+        if state in (self._state, *_STEP_STATES) and 0 <= now - self._written < self.seconds:
             return
         self._state, self._written = state, now
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         with suppress(OSError):
-            step = min(self.step(), self._done)  # the run counts the step in progress too
+            step = min(self.step(), self._done)  # step() includes the one in progress
             temporary.write_text(json.dumps({"time": now, "step": step, "state": state, **self.about}))
             temporary.replace(self.path)
 

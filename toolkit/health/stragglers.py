@@ -1,10 +1,10 @@
-"""Ranks compared: the seconds of a step in which each waits for data, computes, or waits for the others.
+"""Straggler detection: seconds per step in which each rank waits for data, computes, or communicates.
 
-Ranks step together, so that a slow one shows in the time that it does not wait in collectives, while the
-others wait for it. On a CPU the host blocks there, and its clock tells. On a GPU it does not: there NCCL's
-flight recorder has the time of each collective on the device (TORCH_NCCL_ENABLE_TIMING), the wait for peers
-included, also of those beside which the GPU computes; those between steps, of validations and saves, are left
-out. Comparing costs one small all-reduce a logged step.
+Ranks step together, so a slow rank is the one that does not wait in collectives while the others do. On a CPU
+the host blocks there, and its clock is used. On a GPU, NCCL's flight recorder has the duration of each
+collective on the device (TORCH_NCCL_ENABLE_TIMING), including the wait for peers and overlapped computation;
+collectives between steps, of validation and saves, are excluded. The comparison takes one small all-reduce
+per logged step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from toolkit.step_hooks import StepHook, StepResult
 
 
 class DeviceWaits:
-    """Seconds that collectives of steps have been under way on the GPU, as far as NCCL's recorder remembers
-    them."""
+    """Total duration of the collectives of steps on the GPU, from the entries of NCCL's flight recorder."""
 
     def __init__(self) -> None:
-        self._total, self._seen = 0.0, -1
+        self._total, self._last_id = 0.0, -1
         self._edges: list[int] = []  # begin and end of each step, in the recorder's Unix nanoseconds
 
     def step(self, begin: int, end: int) -> None:
-        """Count the collectives that were asked for in a step between these Unix nanoseconds."""
+        """Include collectives that were launched between these Unix nanoseconds."""
         self._edges += [begin, end]
 
     @property
@@ -42,26 +41,27 @@ class DeviceWaits:
         return self._total
 
     def count(self, entries: list[dict[str, Any]]) -> None:
-        """Add up the collectives of a trace, oldest first, that are of steps, done and not counted yet."""
-        new = [it for it in entries if it["record_id"] > self._seen and it.get("duration_ms") is not None]
+        """Add the finished collectives of steps in a trace, oldest first, that were not counted before."""
+        new = [it for it in entries if it["record_id"] > self._last_id and it.get("duration_ms") is not None]
         of_steps = [it for it in new if bisect(self._edges, it["time_created_ns"]) % 2]
         self._total += sum(it["duration_ms"] for it in of_steps) / 1e3
-        self._seen = max([self._seen, *(it["record_id"] for it in new)])
-        if entries:  # steps before the oldest are forgotten
+        self._last_id = max([self._last_id, *(it["record_id"] for it in new)])
+        if entries:  # drop steps before the oldest entry
             del self._edges[: bisect(self._edges, entries[0]["time_created_ns"]) // 2 * 2]
 
 
 class Stragglers(StepHook):
-    """Compares the ranks of the world, and names one that is ``factor`` times as slow as the others' median.
+    """Compares ranks, and reports one that is ``factor`` times slower than the median of the others to
+    ``record``.
 
-    All ranks log the same steps. ``record`` gets the events.
+    All ranks log the same steps.
     """
 
     def __init__(self, factor: float, device: torch.device, record: Callable[[dict[str, Any]], None]):
         self.factor, self.device, self.record = factor, device, record
         self._on_device = DeviceWaits() if device.type == "cuda" else None
         self._seconds, self._steps, self._waited, self._slow = 0.0, 0, 0.0, -1
-        self._began = 0, 0.0, 0.0  # in Unix nanoseconds and on the clock, and the seconds waited until then
+        self._began = 0, 0.0, 0.0  # Unix nanoseconds, clock, and seconds waited before the step
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         self.hosts = hosts
@@ -85,27 +85,27 @@ class Stragglers(StepHook):
         return values | compared
 
     def compare(self, data_seconds: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """This rank's seconds of a step since the last call, with those of the slowest rank and the median of
-        the others; and what there is to tell, if a rank has become slow or is so no longer."""
+        """Return this rank's mean seconds per step since the last call, with those of the slowest rank and
+        the median of the others; and an event, if a rank has become slow or is no longer slow."""
         steps = max(1, self._steps)
         if self._on_device:
             before, now = self._waited, self._on_device.seconds
             seconds, self._waited = now - before, now
         else:
             seconds, self._waited = self._waited, 0.0
-        own = [data_seconds, max(0.0, self._seconds - seconds) / steps, seconds / steps]
+        local = [data_seconds, max(0.0, self._seconds - seconds) / steps, seconds / steps]
         self._seconds, self._steps = 0.0, 0
-        everywhere = torch.zeros(len(self.hosts), len(own), dtype=torch.float64)
-        everywhere[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
-        everywhere = everywhere.to(self.device)
-        dist.all_reduce(everywhere)
-        rows = everywhere.tolist()
+        all_ranks = torch.zeros(len(self.hosts), len(local), dtype=torch.float64)
+        all_ranks[dist.get_rank()] = torch.tensor(local, dtype=torch.float64)
+        all_ranks = all_ranks.to(self.device)
+        dist.all_reduce(all_ranks)
+        rows = all_ranks.tolist()
         busy = [data + compute for data, compute, _ in rows]
         slowest = max(range(len(busy)), key=busy.__getitem__)
         middle = median(busy[:slowest] + busy[slowest + 1 :] or busy)
         values = {
-            "compute_seconds": own[1],
-            "communication_seconds": own[2],
+            "compute_seconds": local[1],
+            "communication_seconds": local[2],
             "slowest_rank": slowest,
             "slowest_rank_seconds": busy[slowest],
             "median_rank_seconds": middle,
@@ -119,9 +119,9 @@ class Stragglers(StepHook):
         if slow == before:
             return None
         if slow < 0:
-            return {"event": "NO STRAGGLER", "reason": f"rank {before} is no slower than the others any more"}
+            return {"event": "NO STRAGGLER", "reason": f"rank {before} is no longer slower than the others"}
         reason = (
-            f"rank {slow} on {self.hosts[slow]} takes {busy:.2f} s a step beside waiting for others, "
+            f"rank {slow} on {self.hosts[slow]} takes {busy:.2f} s per step without waiting for others, "
             f"{busy / middle:.1f} times the median of the others: {row[1]:.2f} s of computation, "
             f"{row[0]:.2f} s of data"
         )

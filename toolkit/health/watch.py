@@ -1,4 +1,4 @@
-"""Hooks of a step that ``[health]`` asks for; imported by runs that ask for any of it."""
+"""Step hooks for ``[health]``; imported only by runs that enable any of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.trainer import Trainer
 
 
 def health_hooks(trainer: Trainer) -> list[StepHook]:
-    """The hooks that the configuration of ``trainer`` asks for, in the order in which they are called."""
+    """Return the hooks that the configuration of ``trainer`` enables, in calling order."""
     options, rank = trainer.config.health, dist.get_rank()
     hooks: list[StepHook] = []
     if options.straggler_factor is not None and dist.get_world_size() > 1:
@@ -38,52 +38,52 @@ def health_hooks(trainer: Trainer) -> list[StepHook]:
 
 
 class Policies(StepHook):
-    """Skip a batch whose loss or gradient norm is unsound, or roll the run back."""
+    """Skips batches with a nonfinite loss or gradient norm or a spike, or rolls the run back."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self._back_to, self._times = -1, 0  # the checkpoint of the last roll-back, and how often
+        self._back_to, self._times = -1, 0  # the step of the last rollback, and its number of rollbacks
         self.guard = Guard(trainer.config.health, lambda: trainer.train_state.health)
         self.train_step = trainer.train_step
         self.train_step.guard = self.guard
         self.train_step.limits = self.guard.limits()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        state, refusal, self.guard.refusal = self.trainer.train_state, self.guard.refusal, None
-        if refusal is None:
+        state, rejected, self.guard.rejected = self.trainer.train_state, self.guard.rejected, None
+        if rejected is None:
             self.guard.accept(result.loss, result.grad_norm)
         else:
             state.tokens -= result.tokens
             end = self.trainer.loader.samples
-            seen: dict[str, Any] = {"reason": refusal.reason, "refused_loss": refusal.loss}
-            seen |= {"refused_grad_norm": refusal.grad_norm, "refused_step": step}
-            if refusal.rolls_back:
+            event: dict[str, Any] = {"reason": rejected.reason, "refused_loss": rejected.loss}
+            event |= {"refused_grad_norm": rejected.grad_norm, "refused_step": step}
+            if rejected.rolls_back:
                 with self.trainer.speed.exclude("checkpoint"):
-                    self._roll_back(end, seen)
+                    self._roll_back(end, event)
             else:
                 total = state.health["skipped_batches"] = state.health.get("skipped_batches", 0) + 1
-                seen["samples"] = [end - self.trainer.batch.total, end]
-                self.trainer.record({"event": "SKIPPED", **seen, "skipped_batches": total})
+                event["samples"] = [end - self.trainer.batch.total, end]
+                self.trainer.record({"event": "SKIPPED", **event, "skipped_batches": total})
         self.train_step.limits = self.guard.limits()
 
-    def _roll_back(self, end: int, seen: dict[str, Any]) -> None:
-        """Go back to the newest checkpoint, and on with the samples from ``end``."""
+    def _roll_back(self, end: int, event: dict[str, Any]) -> None:
+        """Load the newest checkpoint, and continue with the samples from ``end``."""
         trainer = self.trainer
-        assert trainer.checkpointer, "the preflight refuses to roll back without checkpoints"
+        assert trainer.checkpointer, "the preflight rejects rollback without checkpoints"
         back_to = trainer.checkpointer.roll_back()
-        refused = f"step {seen['refused_step']}: {seen['reason']}"
+        rejected = f"step {event['refused_step']}: {event['reason']}"
         if back_to is None:
             raise TrainingError(
-                f"{refused}; there is no checkpoint of an earlier step to roll back to\n"
+                f"{rejected}; there is no checkpoint of an earlier step to roll back to\n"
                 "  fix:  lower checkpoint.interval, or skip such batches"
             )
         times = self._times + 1 if back_to == self._back_to else 1
         self._back_to, self._times = back_to, times
         if times > trainer.config.health.max_skips:
             raise TrainingError(
-                f"{refused}; the run has rolled back to step {back_to} {times - 1} times already "
+                f"{rejected}; the run has already rolled back to step {back_to} {times - 1} times "
                 "(health.max_skips)\n  fix:  lower optimizer.lr, or roll back further (checkpoint.load_step)"
             )
         samples = [trainer.loader.samples, end]
         trainer.resume_data(end)
-        trainer.record({"event": "ROLLED BACK", **seen, "samples": samples, "rollbacks": times})
+        trainer.record({"event": "ROLLED BACK", **event, "samples": samples, "rollbacks": times})

@@ -1,1 +1,1 @@
-"""Files: whole or not there, locked while they are written, read within their bounds."""
+"""File utilities: atomic writes, locks, and bounded reads."""

@@ -1,4 +1,4 @@
-"""Writes that survive a power cut: of the contents of a file, and of the names in a folder."""
+"""Durable writes of file contents and folder entries."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import IO
 
 
 def sync_file(file: IO) -> None:
-    """Bring all that was written to an open file onto the disk."""
+    """Flush an open file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder onto the disk: files made, renamed or removed there."""
+    """Flush a folder's entries to disk, after files were created, renamed or removed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

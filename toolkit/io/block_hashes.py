@@ -1,4 +1,4 @@
-"""The SHA-256 of each block of a file: noted while it is written, compared when it is read."""
+"""SHA-256 per block of a file: computed while writing, verified when reading."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from toolkit.hardware import cores
 
 BLOCK_BYTES = 4 << 20
 SAMPLED = 8
-"""Blocks that a look reads of a file, from its first to its last: all of a small one."""
+"""Number of blocks, evenly spaced from first to last, that a partial check reads."""
 
 
 class HashedFile:
-    """A binary file open for writing; ``hashes()`` is a hexadecimal SHA-256 for each block of it."""
+    """A binary file open for writing; ``hashes()`` returns the hexadecimal SHA-256 of each block."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -32,22 +32,23 @@ class HashedFile:
             if not self._room:
                 self._blocks.append(hashlib.sha256())
                 self._room = BLOCK_BYTES
-            part, rest = rest[: self._room], rest[self._room :]
-            self._blocks[-1].update(part)
-            self._room -= len(part)
+            chunk, rest = rest[: self._room], rest[self._room :]
+            self._blocks[-1].update(chunk)
+            self._room -= len(chunk)
 
     def hashes(self) -> list[str]:
         return [block.hexdigest() for block in self._blocks]
 
 
 def first_damaged(path: Path, hashes: Sequence[str], *, every: bool) -> int | None:
-    """Find the byte where the first damaged block begins, of ``every`` block or of some."""
+    """Return the offset of the first damaged block, checking ``every`` block or a sample; None if there is
+    none."""
     last = len(hashes) - 1
     count = len(hashes) if every else min(SAMPLED, len(hashes))
-    looked_at = [last * index // max(1, count - 1) for index in range(count)]
+    numbers = [last * index // max(1, count - 1) for index in range(count)]
     with ThreadPoolExecutor(cores()) as threads:
-        found = threads.map(lambda number: _hash(path, number) == hashes[number], looked_at)
-        damaged = (number for number, sound in zip(looked_at, found, strict=True) if not sound)
+        matches = threads.map(lambda number: _hash(path, number) == hashes[number], numbers)
+        damaged = (number for number, match in zip(numbers, matches, strict=True) if not match)
         return next((number * BLOCK_BYTES for number in damaged), None)
 
 

@@ -1,4 +1,4 @@
-"""Locks that say who writes; the kernel takes them from a process that ends. Imports no torch."""
+"""File locks that record their holder; the kernel releases them when a process ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ LOCK = "run.lock"
 
 
 def claim(folder: Path) -> IO[str]:
-    """Make ``folder`` and lock it until the returned file is closed or this process ends.
+    """Create ``folder`` and lock it until the returned file is closed or this process ends.
 
     Raises:
-        BlockingIOError: another process holds it; the text says which.
-        OSError: the folder cannot be made or written to.
+        BlockingIOError: another process, named in the message, has the lock.
+        OSError: the folder cannot be created or written to.
     """
     return _lock(folder / LOCK)
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Hold the lock ``path``, a file of which nothing is left afterwards; raises what :func:`claim` does."""
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path`` in the context, then remove it; raises as :func:`claim` does."""
     file = _lock(path)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before it is released: whoever comes next makes another
+        path.unlink(missing_ok=True)  # before it is released, so that the next holder creates another
         file.close()
 
 
 @contextmanager
-def locked(path: Path, doing: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive flock, once it is free; ``tell`` that whoever has it is ``doing`` something.
+def waiting_lock(path: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Wait for an exclusive flock and hold it in the context. While waiting, ``say`` that its holder is busy
+    with ``task``.
 
-    The file stays: removing it would let two holders in.
+    The file is kept: removing it would allow two holders.
     """
     with open(path, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell(f"waiting for {_holder(file)} to finish {doing} ({path.with_suffix('')})")
+            say(f"waiting for {_holder(file)} to finish {task} ({path.with_suffix('')})")
             fcntl.flock(file, fcntl.LOCK_EX)
-        _sign(file)
+        _record_holder(file)
         yield
 
 
@@ -65,13 +66,13 @@ def _lock(path: Path) -> IO[str]:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 break
-        file.close()  # its holder removed it between the opening and the lock
-    _sign(file)
+        file.close()  # its holder removed it after it was opened
+    _record_holder(file)
     return file
 
 
-def _sign(file: IO[str]) -> None:
-    """Say in a lock that this process holds it."""
+def _record_holder(file: IO[str]) -> None:
+    """Write to a lock file that this process has the lock."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()

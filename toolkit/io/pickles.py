@@ -1,4 +1,4 @@
-"""Pickles that others wrote, as far as tensors need them: nothing in them can run code, or take for ever."""
+"""Restricted unpickling for tensor files: neither code execution nor unbounded time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pickle
 from typing import Any
 
 _Unpickler: Any = pickle._Unpickler
-"""Python's own: C's hashes whatever is the key of a dict, and tuples of tuples of tuples take as long as
-their writer likes; and it makes room for as many objects as the file says."""
+"""The pure Python one: the C version hashes any dict key, where nested tuples can take exponential time, and
+allocates as many objects as the file says."""
 _OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
     SHORT_BINUNICODE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM
     SETITEMS MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD
@@ -15,10 +15,10 @@ _OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BINI
 
 
 class PlainUnpickler(_Unpickler):
-    """Reads a pickle whose dicts have plain keys; says whose by :meth:`is_plain`.
+    """Reads a pickle whose dicts have plain keys, as defined by :meth:`is_plain`.
 
     Raises:
-        pickle.UnpicklingError: it has other keys; KeyError for an operation that tensors need not.
+        pickle.UnpicklingError: it has other keys; KeyError for an opcode that tensors do not need.
     """
 
     dispatch = {
@@ -39,7 +39,7 @@ class PlainUnpickler(_Unpickler):
 
     def _set(self, target: Any, keys: list[Any], values: list[Any]) -> None:
         if not all(map(self.is_plain, keys)):
-            raise pickle.UnpicklingError("it has keys that are no names")
+            raise pickle.UnpicklingError("it has keys that are not names")
         for key, value in zip(keys, values, strict=True):
             target[key] = value
 
@@ -47,8 +47,8 @@ class PlainUnpickler(_Unpickler):
     dispatch[pickle.SETITEMS[0]] = load_setitems
 
 
-class _Anything:
-    """Stands for what a pickle would build."""
+class _Placeholder:
+    """Placeholder of any object in a pickle."""
 
     def __new__(cls, *_: Any) -> Any:
         return super().__new__(cls)
@@ -61,10 +61,10 @@ class _Anything:
 
 
 class PickleCheck(PlainUnpickler):
-    """Reads a pickle and builds nothing: the reader that comes after it need not fear its keys."""
+    """Checks a pickle's keys without building its objects, before another reader loads it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _Anything
+        return _Placeholder
 
     def persistent_load(self, place: Any) -> Any:
-        return _Anything()
+        return _Placeholder()

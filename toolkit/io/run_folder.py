@@ -1,4 +1,4 @@
-"""The folders that a run writes, which nobody else may write while it runs."""
+"""Locking of the folders that a run writes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from toolkit.io.locks import claim
 
 
 def claim_folders(config: Config) -> ExitStack:
-    """Lock the folders that the run writes, until what is returned is closed, and leave the resolved config
-    there with the origin of each value: rank 0 does, for all.
+    """Lock the folders that the run writes until the result is closed, and write the resolved config with the
+    origin of each value. Collective; rank 0 does it.
 
     Raises:
-        ConfigError: on every rank, where rank 0 cannot write there or another run does.
+        ConfigError: on every rank: rank 0 cannot write there, or another run does.
     """
     locks = ExitStack()
-    told: list[Problem | None] = [None]
+    problem: list[Problem | None] = [None]
     if dist.get_rank() == 0:
-        told = [_claim(config, locks)]
-    dist.broadcast_object_list(told, src=0)
-    if told[0]:
-        raise ConfigError(told[0])
+        problem = [_claim(config, locks)]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise ConfigError(problem[0])
     return locks
 
 
 def _claim(config: Config, locks: ExitStack) -> Problem | None:
-    """Lock and write; what is wrong with the key of the folder where that fails."""
+    """Lock the folders and write the config. Returns the problem of a folder's key, if any."""
     run = expand_user(config.job.dump_folder)
     folders = {"job.dump_folder": run}
     checkpoints = expand_user(config.checkpoint.folder, inside=run)
@@ -44,12 +44,12 @@ def _claim(config: Config, locks: ExitStack) -> Problem | None:
             if folder is run:
                 _write_config(config, run)
         except BlockingIOError as error:
-            rule, fix = f"{error} writes there", "wait until it has ended"
+            rule, fix = f"{error} is writing there", "wait until it ends"
         except OSError as error:
             rule, fix = f"it cannot be written to: {error}", "free space there"
         else:
             continue
-        return Problem(rule, f"{fix}, or name another folder", key, config.value(key), config.origin(key))
+        return Problem(rule, f"{fix}, or set another folder", key, config.value(key), config.origin(key))
     return None
 
 

@@ -1,7 +1,7 @@
-"""Regions of tensors that lie row after row in a file, read by ``preadv`` into memory that is there already.
+"""Reading of regions of contiguous tensors in files, with ``preadv`` into existing memory.
 
-Not by a mapping, whose pages count as this process's memory and are faulted in four KiB at a time. Whole
-rows go straight to their place; what cuts columns, or has its rows in another order, goes by a buffer.
+Not with mmap, whose pages count as this process's memory and are faulted in four KiB at a time. Full rows are
+read directly into the destination; regions that slice columns or permute rows go through a buffer.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Region = Sequence[slice]
-"""A slice with a start and a stop, without a step, for each dimension."""
+"""A slice with start and stop, without step, for each dimension."""
 Read = Callable[[memoryview, int], int]
-"""Fills memory with what a file has from an offset on, and returns how many bytes that were."""
+"""Reads from a file at an offset into memory, and returns the number of bytes."""
 
 _MAX_PICKLE = 100_000_000
 BUFFER_BYTES = 8 << 20
-"""Size of the buffer, unless one row, or one head, has more. Small enough to stay in a processor's cache."""
+"""Size of the buffer, unless one row or head is larger; fits into a CPU cache."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies: ``begin`` counts bytes from the start of ``file``."""
+    """Location of a tensor: at the byte offset ``begin`` of ``file``."""
 
     file: Path
     begin: int
@@ -48,7 +48,7 @@ class TensorPlace:
 
 
 class FilePart(io.RawIOBase):
-    """Some bytes of an open file, as a file of their own."""
+    """A byte range of an open file, as a file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int):
         self._file, self._begin, self._length = file, begin, length
@@ -67,18 +67,18 @@ class FilePart(io.RawIOBase):
 
     def readinto(self, buffer: Buffer) -> int:
         self._file.seek(self._begin + self._at)
-        room = max(0, self._length - self._at)
-        data = self._file.read(min(memoryview(buffer).nbytes, room))
+        left = max(0, self._length - self._at)
+        data = self._file.read(min(memoryview(buffer).nbytes, left))
         memoryview(buffer)[: len(data)] = data
         self._at += len(data)
         return len(data)
 
 
 class SavedFile:
-    """A file of torch.save, read as ``stream``: ``file`` itself, or the part of it that starts at ``begin``.
+    """A file written by torch.save, read from ``stream``: ``file``, or its part that starts at ``begin``.
 
     Raises:
-        BadZipFile: it was not torch, or one of before 1.6.
+        BadZipFile: it was not written by torch 1.6 or later.
     """
 
     def __init__(self, file: Path, stream: IO[bytes], *, begin: int = 0):
@@ -87,38 +87,36 @@ class SavedFile:
         self._headers = [record.header_offset for record in self._records]
 
     def load(self) -> Any:
-        """Load the file, its tensors on the meta device: names, shapes and places, and no numbers.
+        """Load the file with its tensors on the meta device: names, shapes and offsets, without elements.
 
         Raises:
-            UnpicklingError: it holds more than tensors.
-            Exception: of any kind, for what is damaged.
+            UnpicklingError: it contains other objects than tensors.
+            Exception: of any type, for a damaged file.
         """
         for record in self._records:
             if record.filename.endswith(".pkl"):
                 if record.file_size > _MAX_PICKLE:
                     raise UnpicklingError(f"it has a pickle of {record.file_size:,} bytes")
                 with ZipFile(self._stream) as archive, archive.open(record) as pickle:
-                    pickle._expected_crc = None  # type: ignore[attr-defined]  # checkpoints are without
+                    pickle._expected_crc = None  # type: ignore[attr-defined]  # checkpoints have none
                     PickleCheck(pickle).load()
         self._stream.seek(0)
         return torch.load(self._stream, map_location="meta", weights_only=True)
 
     def place(self, tensor: Tensor) -> TensorPlace:
-        """Find where the numbers of a ``tensor`` lie that torch.load has put on the meta device.
+        """Locate the elements of a ``tensor`` that torch.load put on the meta device.
 
         Raises:
-            ValueError: its rows do not follow one another, or it is larger than what is stored of it.
+            ValueError: it is not contiguous, or larger than its stored data.
         """
         strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
         storage = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if strided else None
         if storage is None or not tensor.is_contiguous():
-            raise ValueError("its rows do not follow one another")
+            raise ValueError("it is not contiguous")
         record = self._records[bisect_right(self._headers, storage) - 1]
         first, size = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
         if record.compress_type != ZIP_STORED or first + size > record.file_size:
-            raise ValueError(
-                f"{first + size:,} bytes are said to be there, and {record.file_size:,} are stored"
-            )
+            raise ValueError(f"it should have {first + size:,} bytes, but {record.file_size:,} are stored")
         return TensorPlace(self._file, self._begin + storage + first, tuple(tensor.shape), tensor.dtype)
 
 
@@ -127,15 +125,15 @@ def whole(shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
-    return tuple(cut.stop - cut.start for cut in region)
+    return tuple(it.stop - it.start for it in region)
 
 
 def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: Tensor | None) -> Tensor:
-    """``out``, or memory for a region of a tensor, after a look at whether they fit one another."""
+    """Check ``out``, or allocate memory, for a region of a tensor."""
     inside = len(region) == len(shape) and all(
-        0 <= cut.start <= cut.stop <= size for cut, size in zip(region, shape, strict=True)
+        0 <= it.start <= it.stop <= size for it, size in zip(region, shape, strict=True)
     )
-    assert inside, f"{region} is no region of {shape}"
+    assert inside, f"{region} is not a region of {shape}"
     if out is None:
         return torch.empty(region_shape(region), dtype=dtype)
     assert out.shape == region_shape(region) and out.dtype == dtype and out.is_contiguous()
@@ -143,10 +141,10 @@ def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: 
 
 
 def read_region(place: TensorPlace, region: Region, out: Tensor, *, paired_rows: int = 0) -> Tensor:
-    """``out``, contiguous, filled with a region of the tensor at ``place``.
+    """Read a region of the tensor at ``place`` into the contiguous ``out``, and return it.
 
-    With ``paired_rows`` the file has, in every group of so many rows (a head), those that we keep at even
-    places first and those at odd places after them.
+    With ``paired_rows``, every group of that many rows (a head) has our even rows first in the file, then the
+    odd ones.
 
     Raises:
         DataError: the file cannot be read or ends too early.
@@ -175,12 +173,12 @@ def _read_region(read: Read, place: TensorPlace, region: Region, out: Tensor, pa
         row = math.prod(place.shape[1:]) * place.dtype.itemsize
         _fill(read, place, place.begin + (region[0].start * row if place.shape else 0), out)
     else:
-        _read_by_buffer(read, place, region, out, paired_rows)
+        _read_buffered(read, place, region, out, paired_rows)
     return out
 
 
-def _read_by_buffer(read: Read, place: TensorPlace, region: Region, out: Tensor, paired_rows: int) -> None:
-    """Whole groups of rows into a buffer, and what the region has of them to their place."""
+def _read_buffered(read: Read, place: TensorPlace, region: Region, out: Tensor, paired_rows: int) -> None:
+    """Read full groups of rows into a buffer, and copy the region from it."""
     rest = place.shape[1:]
     row = math.prod(rest) * place.dtype.itemsize
     group = paired_rows or 1

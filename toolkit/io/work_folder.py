@@ -1,7 +1,7 @@
-"""A folder that appears whole, by one rename, and that the successor of a killed process goes on with.
+"""Folders that are created atomically by one rename, and can be resumed after a kill. Imports no torch.
 
-Until then it has a name beside the final one that tells what is being made: whoever makes the same thing
-again finds it there, with the files that are finished. Imports no torch.
+Until the rename, a folder has a temporary name next to the final one with a hash of the plan, so that a
+process with the same plan finds its finished files.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from toolkit.io.atomic import sync_folder
 
 
 def work_folder(final: Path, plan: object) -> Path:
-    """Where ``final`` is made by ``plan``: JSON types that tell all that decides its bytes."""
+    """Return the temporary path of ``final`` for a ``plan``: JSON types that determine its contents."""
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     return final.with_name(f"{final.name}.tmp-{digest[:8]}")
 
 
-def state_of(folder: Path) -> list[tuple[str, int, int]]:
-    """A plan's record of the files in a folder that is read: a change of any is another plan, save of a lock,
-    which a killed process leaves there. No folder has none."""
+def file_state(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the files in a source folder, for a plan. Locks are excluded, because a
+    killed process leaves them."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [(path.name, path.stat()) for path in paths if path.is_file() and path.suffix != ".lock"]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    files = [(path.name, path.stat()) for path in paths if path.is_file() and path.suffix != ".lock"]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise DataError if ``out`` is anything but an empty folder or a name that is free."""
-    if out.is_symlink():  # no folder can be renamed to it
-        raise DataError(f"{out} is a link: name the folder {out.resolve()} itself, or delete the link")
+def reject_existing(out: Path) -> None:
+    """Raise DataError if ``out`` exists and is not an empty folder."""
+    if out.is_symlink():  # a folder cannot be renamed to it
+        raise DataError(f"{out} is a link: use the folder {out.resolve()} itself, or delete the link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is there already: name another folder, or delete it")
+        raise DataError(f"{out} exists: choose another folder, or delete it")
 
 
-def in_progress(out: Path, holder: BlockingIOError) -> DataError:
-    """The error for a lock which says that somebody else writes ``out``."""
-    return DataError(f"{holder} is writing {out}\n  fix:  wait until it has ended, or name another folder")
+def write_in_progress(out: Path, holder: BlockingIOError) -> DataError:
+    """Return the error for a lock of ``out`` that another process has."""
+    return DataError(f"{holder} is writing {out}\n  fix:  wait until it ends, or use another folder")
 
 
-def take_place(work: Path, final: Path) -> None:
-    """Give a folder that is whole and on the disk its final name; what had it before goes.
+def replace_folder(work: Path, final: Path) -> None:
+    """Rename a complete and synced folder to ``final``, replacing an existing folder.
 
-    That is put aside first, and :func:`toolkit.checkpoint.local_steps.clear` puts it back after a kill.
+    The latter is renamed first; :func:`toolkit.checkpoint.local_steps.clear` restores it after a kill.
     """
     replaced = None
     if final.exists():

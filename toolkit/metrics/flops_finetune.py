@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, INPUT, NORM, Row
+from toolkit.models.common.table import EMBEDDING, INPUT, NORM, ParameterRow
 from toolkit.models.parameters import head_parameters, table
 
 
@@ -43,7 +43,9 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     return float(forward * (2 if options.objective == "dpo" else 1) + backward)
 
 
-def _input_gradients(block: list[Row], prefix: str, trained: set[str], *, before: bool) -> dict[str, bool]:
+def _input_gradients(
+    block: list[ParameterRow], prefix: str, trained: set[str], *, before: bool
+) -> dict[str, bool]:
     """Map each module of a block to whether its input requires a gradient: ``before`` for the block's own
     input, else if a module in ``trained`` precedes it."""
     reads = {row.module: row.reads for row in block}

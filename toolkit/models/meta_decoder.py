@@ -1,4 +1,4 @@
-"""The model of a family as it begins: on the meta device, where it is sharded before it has storage."""
+"""Construction of a model on the meta device, to be sharded before it gets storage."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 
-_SHOWN = 3
-
 
 def meta_decoder(args: ModelArgs, **options: Any) -> Decoder:
-    """Make the model of ``args`` on the meta device; ``options`` are those of
+    """Build the model of ``args`` on the meta device; ``options`` are those of
     :class:`~toolkit.models.common.decoder.Decoder`.
 
     Raises:
-        ConfigError: the family's decoder has other parameters or buffers than the rows of its table.
+        ConfigError: the parameters or buffers of the family's decoder differ from the rows of its table.
     """
-    kind = spec(args.family).decoder() or Decoder
+    decoder = spec(args.family).decoder() or Decoder
     with torch.device("meta"):
-        model = kind(args, **options)
-    there = [
-        (named, tuple(tensor.shape), buffer)
-        for buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers()))
-        for named, tensor in tensors
-    ]
-    rows = [(name, row.shape, row.buffer) for name, row in table(args).items()]
-    if changed := sorted({name for name, *_ in set(there) ^ set(rows)}):
-        whose = f"the decoder of the family {args.family}, {kind.__module__}.{kind.__qualname__},"
-        rule = f"{whose} and the rows of the family differ in {first_few(changed, _SHOWN)}"
-        fix = "give each parameter and each buffer a row with its name and shape, and each row its tensor"
+        model = decoder(args, **options)
+    tensors = {
+        (name, tuple(tensor.shape), buffer)
+        for buffer, named in ((False, model.named_parameters()), (True, model.named_buffers()))
+        for name, tensor in named
+    }
+    rows = {(name, row.shape, row.buffer) for name, row in table(args).items()}
+    if different := sorted({name for name, *_ in tensors ^ rows}):
+        whose = f"the decoder of the family {args.family}, {decoder.__module__}.{decoder.__qualname__},"
+        rule = f"{whose} and the rows of the family differ in {first_few(different, 3)}"
+        fix = "give each parameter and buffer a row with its name and shape, and each row its tensor"
         raise ConfigError(Problem(rule, fix))
     return model

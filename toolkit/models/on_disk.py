@@ -1,4 +1,4 @@
-"""The folder of a model's weights, and the shape that the files there tell. Imports no torch."""
+"""Folders of model weights, and reading model args from them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,59 +17,63 @@ from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import families, spec
 
 EXPORTS = "hf"
-"""Folder, inside that of a run, of the Hugging Face folders that it writes, one a step."""
-_MAX_CONFIG = 1_000_000  # bytes of a config.json, which has some thousand
+"""Folder in the run's folder with its Hugging Face exports, one per step."""
+_MAX_CONFIG = 1_000_000  # bytes; a config.json usually has about a thousand
 
 
 def read_hf_config(folder: Path) -> ModelArgs:
-    """Read the shape of the model whose config.json is in ``folder``.
+    """Read the model args from config.json in ``folder``.
 
     Raises:
-        DataError: there is none, or it is of no model that is known; every field at fault is named.
+        DataError: the file is missing, or of an unknown model; every invalid field is reported.
     """
     path = folder / CONFIG
     values = read_object(path, at_most=_MAX_CONFIG)
-    kind = values.get("model_type") or families()[0]
-    forms = {family: spec(family).hf_config() for family in families()}
-    for family, form in forms.items():
-        if kind == form.model_type:
-            return replace(form.read(values, path), family=family)
-    known = join_or(repr(form.model_type) for form in forms.values())
+    model_type = values.get("model_type") or families()[0]
+    configs = {family: spec(family).hf_config() for family in families()}
+    for family, config in configs.items():
+        if model_type == config.model_type:
+            return replace(config.read(values, path), family=family)
+    known = join_or(repr(config.model_type) for config in configs.values())
     raise DataError(
-        f"{path} is of no model that can be read: model_type = {quote(kind)} (it must be {known}, or what "
-        "custom_import registers)"
+        f"{path} describes an unsupported model: model_type = {quote(model_type)} (it must be {known}, or "
+        "one that job.custom_import registers)"
     )
 
 
 def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
-    """Read the shape of the model whose params.json is in ``folder``. That names no family: it is taken for
-    the first that has such files.
+    """Read the model args from params.json in ``folder``. The file does not contain the family, which is the
+    first one with this format.
 
     ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer.
 
     Raises:
-        DataError: there is none, or it is of another model; every field at fault is named.
+        DataError: the file is missing, or of another model; every invalid field is reported.
     """
-    form = next(form for family in families() if (form := spec(family).meta_params()) is not None)
-    return form.args_of(folder, vocab_size=vocab_size)
+    params = next(params for family in families() if (params := spec(family).meta_params()) is not None)
+    return params.read_args(folder, vocab_size=vocab_size)
 
 
 def hugging_face_folder(path: str) -> Path:
-    """The folder that a user means by ``path``: that, or of a checkpoint the folder that its run has written
-    beside it at the same step. torchtitan's ``last_save_in_hf`` writes it in the checkpoint's place."""
+    """Return the Hugging Face folder at ``path``; for a checkpoint, its run's export of the same step, if
+    any.
+
+    torchtitan's ``last_save_in_hf`` writes it in place of the checkpoint, so users pass the checkpoint's
+    path.
+    """
     folder = expand_user(path)
     try:
         saved = saved_settings(read_manifest(folder)["run"])
     except CheckpointError:
-        return folder  # no checkpoint, or one of which another check tells what is wrong
-    beside = _run_folder(folder, saved) if isinstance(folder, Path) else folder.parent
-    exported = beside / EXPORTS / folder.name
+        return folder  # not a checkpoint, or one that another check rejects
+    run_folder = _run_folder(folder, saved) if isinstance(folder, Path) else folder.parent
+    exported = run_folder / EXPORTS / folder.name
     return exported if exported.is_dir() else folder
 
 
 def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
-    """The folder of the run with the config ``saved``: as many levels above its checkpoint as that says,
-    wherever the folder was moved since."""
+    """Return the run's folder, relative to the checkpoint ``step`` by the ``saved`` config, in case the run
+    was moved since."""
     inside = Path(saved.get("checkpoint.folder", "checkpoint"))
     if inside.is_absolute():
         return expand_user(saved["job.dump_folder"])

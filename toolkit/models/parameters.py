@@ -1,46 +1,46 @@
-"""Parameters of a model, as the table of its family lists them. Imports no torch."""
+"""Queries of the parameter table of a model. Imports no torch."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import Init, Table, head_rows
+from toolkit.models.common.table import Init, ParameterTable, head_rows
 from toolkit.models.registry import spec
 
 
 @lru_cache(maxsize=64)
-def table(args: ModelArgs) -> Table:
-    """The rows of a model of ``args``, from its family."""
-    return Table(args, spec(args.family).rows(args))
+def table(args: ModelArgs) -> ParameterTable:
+    """Return the parameter table of a model, built by its family."""
+    return ParameterTable(args, spec(args.family).rows(args))
 
 
 def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Shapes of the distinct parameters, and of buffers, by name, in the model's order."""
+    """Return the shapes of parameters and buffers by name, in the model's order; tied weights appear once."""
     return table(args).shapes
 
 
 def linear_layers(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Shapes (N, K) of the weights of the blocks' linear layers, by the layers' names."""
+    """Return the weight shapes (N, K) of the blocks' linear layers, by module name."""
     return table(args).linear
 
 
 def parameter_count(args: ModelArgs) -> int:
-    """Number of distinct parameters; a tied head counts once."""
+    """Return the number of parameters; tied weights count once."""
     return table(args).parameters
 
 
 def head_parameters(args: ModelArgs) -> int:
-    """Parameters of the head, a tied one's included."""
+    """Return the number of parameters of the head, also of a tied one."""
     return sum(row.size for row in head_rows(args))
 
 
 def is_classifier_head(name: str, args: ModelArgs) -> bool:
-    """Say if the parameter ``name`` is one of a classifier's head, which no language model has."""
+    """Return whether the parameter ``name`` belongs to a classification head, which language models lack."""
     row = table(args).get(name)
     return args.classifier is not None and row is not None and row.part == "head"
 
 
 def init_rule(name: str, args: ModelArgs) -> Init:
-    """How the parameter ``name`` starts."""
+    """Return the initialization of the parameter ``name``."""
     return table(args)[name].init

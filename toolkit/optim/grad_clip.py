@@ -1,10 +1,9 @@
-"""The global gradient norm and clipping by it, exact for parameters sharded over any mix of meshes.
+"""The global gradient norm and clipping, exact for parameters sharded over any mix of meshes.
 
-Every rank sums the squares of its local gradients in fp64, each divided by the number of ranks that
-hold the same values (the replicate dimensions of its DTensor); one all-reduce over the world then
-counts every element once. Nothing waits for the device. Where torch's own
-``clip_grad_norm_`` reduces per mesh and per tensor, this is one scalar, and it does not depend on the
-layout beyond fp64 rounding.
+Every rank sums the squares of its local gradients in fp64, each divided by the number of ranks with the same
+values (the replicate dimensions of its DTensor); one all-reduce over the world then counts every element
+once. Nothing synchronizes with the device. torch's ``clip_grad_norm_`` reduces per mesh and per tensor; this
+reduces one scalar, which depends on the layout only by fp64 rounding.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from toolkit.compat import foreach_mul_, foreach_norm
 from toolkit.distributed.dtensor import local
 from toolkit.hardware import is_simulated
 
-# torch.nn.utils.clip_grad_norm_ adds this to the norm: the same clipping as everywhere else.
+# As in torch.nn.utils.clip_grad_norm_.
 EPSILON = 1e-6
-_PIECE = 1 << 17
+_CHUNK = 1 << 17
 """Elements that are in fp64 at once."""
 
 
@@ -34,15 +33,15 @@ def global_norm(
     device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The 2-norm of all gradients of ``parameters`` over the ranks of ``group`` (default: all ranks).
+    """Compute the 2-norm of all gradients of ``parameters`` over the ranks of ``group`` (default: all ranks).
 
-    Parameters without a gradient are left out. Returns an fp64 scalar on ``device``, the same on every
-    rank. Every rank of ``group`` must call, each with the parameters it holds, and name the device if
-    it is not the gradients' own (they may be offloaded, or a rank may hold none).
+    Parameters without a gradient are skipped. Returns an fp64 scalar on ``device``, the same on every rank.
+    Every rank of ``group`` must call it with its own parameters, and pass ``device`` if gradients are
+    offloaded or a rank may have none.
 
     Raises:
-        ValueError: a gradient is Partial, or a plain tensor in a group of several ranks, so that what
-            it contributes is unknown.
+        ValueError: a gradient is Partial, or a plain tensor in a group of several ranks, so that it is
+            unknown whether it is sharded or replicated.
     """
     distributed = _distributed(group)
     by_replicas: dict[int, list[Tensor]] = defaultdict(list)
@@ -58,15 +57,16 @@ def global_norm(
 
 
 def local_square(gradient: Tensor) -> Tensor:
-    """This rank's share of a gradient's squared 2-norm, an fp64 scalar: those of all ranks add up to it."""
+    """Return this rank's part of a gradient's squared 2-norm, an fp64 scalar; the parts of all ranks add up
+    to it."""
     return norms([local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
 
 
 def norm_over_ranks(
     square: Tensor, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The root of the sum over ranks of ``square``, an fp64 scalar, on ``device``."""
-    # Eight bytes from the CPU are staged before the call returns: nothing waits, nothing is overwritten.
+    """Return the root of the sum over ranks of ``square``, an fp64 scalar, on ``device``."""
+    # CUDA stages eight bytes of pageable memory before the call returns, without synchronizing.
     total = square.to(device, non_blocking=True) if device else square
     if _distributed(group):
         dist.all_reduce(total, group=group)
@@ -75,11 +75,10 @@ def norm_over_ranks(
 
 @torch.no_grad()
 def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
-    """Scale the gradients in place so that their global norm, now ``norm``, is at most ``max_norm``.
+    """Scale the gradients in place so that their global norm, currently ``norm``, is at most ``max_norm``.
 
-    ``max_norm`` of 0 or less, or infinite, leaves them as they are (torchtitan would set every
-    gradient to zero at 0, which no one wants). Who calls has looked at the norm, so that a gradient
-    that is small enough is not even read.
+    A ``max_norm`` that is infinite or not positive disables clipping (torchtitan would set every gradient to
+    zero at 0). ``norm`` is a number on the host, so that gradients that are small enough are not read.
     """
     if max_norm <= 0 or math.isinf(max_norm):
         return
@@ -96,25 +95,25 @@ def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, accumulated in fp64 without a copy of the tensor in fp64."""
+    """Return the 2-norm of each tensor, accumulated in fp64 without copying the tensor to fp64."""
     if tensors[0].is_cuda:
         return list(foreach_norm(tensors, 2, dtype=torch.float64))
-    # torch's norms in another dtype are not vectorised here: nine times slower than products of pieces, cast
-    # into memory that stays in a cache.
-    cast = torch.empty(_PIECE, dtype=torch.float64)
-    norm = _norm_of_fake if is_simulated() else _norm_by_pieces
-    return [norm(tensor, cast) for tensor in tensors]
+    # On CPU torch's norms with another dtype are not vectorized: nine times slower than dot products of
+    # chunks cast into a buffer that stays in cache.
+    buffer = torch.empty(_CHUNK, dtype=torch.float64)
+    norm = _fake_norm if is_simulated() else _chunked_norm
+    return [norm(tensor, buffer) for tensor in tensors]
 
 
-def _norm_of_fake(tensor: Tensor, _: Tensor) -> Tensor:
-    """The norm in one operation: pieces would take half the time of a simulated step."""
+def _fake_norm(tensor: Tensor, _: Tensor) -> Tensor:
+    """Return the norm in one operation: chunks would take half the time of a simulated step."""
     return torch.linalg.vector_norm(tensor.flatten(), dtype=torch.float64)
 
 
-def _norm_by_pieces(tensor: Tensor, cast: Tensor) -> Tensor:
+def _chunked_norm(tensor: Tensor, buffer: Tensor) -> Tensor:
     squares = []
-    for piece in tensor.flatten().split(_PIECE):
-        exact = cast[: len(piece)].copy_(piece)
+    for chunk in tensor.flatten().split(_CHUNK):
+        exact = buffer[: len(chunk)].copy_(chunk)
         squares.append(torch.dot(exact, exact))
     return torch.stack(squares).sum().sqrt()
 
@@ -127,14 +126,14 @@ def _replicas(gradient: Tensor, distributed: bool) -> int:
     if not isinstance(gradient, DTensor):
         if distributed:
             raise ValueError(
-                "a plain gradient in a world of several ranks: is it sharded, or the same on all?"
+                "a plain gradient with several ranks: it is unknown whether it is sharded or replicated"
             )
         return 1
     replicas = 1
     for dimension, placement in enumerate(gradient.placements):
         if placement.is_partial():
             raise ValueError(
-                f"a gradient is still {placement}: it has to be reduced before its norm is taken"
+                f"a gradient is still {placement}: it must be reduced before its norm is computed"
             )
         if placement.is_replicate():
             replicas *= gradient.device_mesh.size(dimension)

@@ -1,4 +1,4 @@
-"""Which moments have 8 bits: a question of the parameter alone, whatever it is split over."""
+"""Selection of the parameters with 8-bit moments, independent of the mesh."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 BLOCK = 256
-"""Numbers of a row that share a magnitude."""
-_SMALLEST = 4096
-"""Numbers of a matrix below which 8 bits would save too little, as in the libraries."""
+"""Elements of a row that share a scale."""
+_MIN_ELEMENTS = 4096
+"""Smaller matrices save too little memory; the same limit as in torchao and bitsandbytes."""
 
 
 def in_8bit(shape: Sequence[int]) -> bool:
-    """Say if moments of a parameter of this shape have 8 bits."""
-    return len(shape) == 2 and shape[1] % BLOCK == 0 and math.prod(shape) >= _SMALLEST
+    """Return whether a parameter of this shape has 8-bit moments."""
+    return len(shape) == 2 and shape[1] % BLOCK == 0 and math.prod(shape) >= _MIN_ELEMENTS

@@ -1,4 +1,4 @@
-"""The optimizer of a run."""
+"""Construction of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.distributed.dtensor import clean_name, local
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
-# Which of torch's kernels each implementation asks for.
+# torch's options of each implementation.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
@@ -25,10 +25,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class _OnLocalParts(torch.optim.Adam):
-    """torch's Adam, whose kernels get this rank's parts of DTensors: gradients are cut as their parameters
-    are, and the update is of each number by itself. Given DTensors, torch would first work out how each of
-    hundreds is cut: a second or so of the first step, and milliseconds of every other."""
+class _LocalAdam(torch.optim.Adam):
+    """torch's Adam, whose kernels get the local shards of DTensors: gradients are sharded like their
+    parameters, and the update is elementwise. Dispatching hundreds of DTensors takes torch about a second in
+    the first step and milliseconds in every other."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex = init_adam_group(self, group, *lists)
@@ -37,18 +37,18 @@ class _OnLocalParts(torch.optim.Adam):
         return is_complex
 
 
-class Adam(_OnLocalParts):
-    """Adds the decay to the gradient, where the moments see it (L2)."""
+class Adam(_LocalAdam):
+    """Adds weight decay to the gradient, and so to the moments (L2)."""
 
 
-class AdamW(_OnLocalParts, torch.optim.AdamW):
-    """Shrinks the weight itself."""
+class AdamW(_LocalAdam, torch.optim.AdamW):
+    """Decays the weights directly."""
 
 
-OPTIMIZERS: dict[str, type[_OnLocalParts]] = {"AdamW": AdamW, "Adam": Adam}
+OPTIMIZERS: dict[str, type[_LocalAdam]] = {"AdamW": AdamW, "Adam": Adam}
 Build = Callable[[NamedParameters, Config], Optimizer]
-"""The optimizer of a configuration over named parameters, of which it updates the trainable ones. One that is
-not torch's Adam says by ``fresh_state(parameter, group)`` which tensors it keeps before the first step."""
+"""Builds the optimizer of a configuration over the trainable ones of named parameters. One other than torch's
+Adam has a method ``fresh_state(parameter, group)`` that returns its state tensors before the first step."""
 BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon"}
 """Modules whose ``build`` is a :data:`Build`."""
 
@@ -56,17 +56,16 @@ BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon
 def parameter_groups(
     parameters: NamedParameters, *, weight_decay: float, no_decay: Sequence[str] = ()
 ) -> list[dict]:
-    """torch's parameter groups for what is trainable: what is decayed, then what is not; an empty one only
-    where nothing is.
+    """Build parameter groups of the trainable parameters: with weight decay, then without; one empty group if
+    nothing is trainable.
 
-    ``no_decay`` are patterns of names as of a shell; without any, all is decayed, as in torchtitan.
+    ``no_decay`` are shell-style patterns of names; by default all parameters are decayed, as in torchtitan.
     """
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {weight_decay: [], 0.0: []}
     for wrapped_name, parameter in parameters:
         name = clean_name(wrapped_name)
         if parameter.requires_grad:
-            spared = fits(name, no_decay)
-            groups[0.0 if spared else weight_decay].append((name, parameter))
+            groups[0.0 if fits(name, no_decay) else weight_decay].append((name, parameter))
     if not any(groups.values()):  # a pipeline stage whose blocks are all frozen
         return [{"params": [], "weight_decay": weight_decay}]
     return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]
@@ -75,13 +74,12 @@ def parameter_groups(
 def build_optimizer(parameters: NamedParameters, config: Config) -> Optimizer:
     """Build the optimizer of ``config`` over the trainable ones of ``parameters`` (plain or DTensor).
 
-    ``implementation``: "for-loop" updates one tensor at a time, "foreach" a list of them in few
-    kernels, "fused" all of it in one; they differ in speed and rounding only. ``no_decay`` are patterns of
-    names to leave without weight decay. With ``early_step_in_backward`` the update happens there, see
+    ``implementation`` selects torch's "for-loop", "foreach" or "fused" kernels, which differ only in speed
+    and rounding. ``early_step_in_backward`` updates in backward, see
     :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
 
     Raises:
-        ValueError: a number is out of its range (torch's own checks).
+        ValueError: torch rejects an option.
     """
     options = config.optimizer
     if options.name in OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""The state of an optimizer as named tensors, for a checkpoint."""
+"""The optimizer state as named tensors, for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from toolkit.optim.optimizer import NamedParameters
 
 
 def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The live state of ``optimizer`` as ``optim.<name>.exp_avg``, ``.exp_avg_sq`` and ``.step``.
+    """Return the live state of ``optimizer`` as ``optim.<name>.exp_avg``, ``.exp_avg_sq`` and ``.step``.
 
-    Moments have the shape and layout of their parameter; ``step`` is a float32 scalar. Other optimizers than
-    torch's Adam have tensors of other names. Writing into these tensors changes the optimizer. State that
-    does not exist yet, before the first step, is made here exactly as the optimizer would make it, so that a
-    checkpoint can be loaded in place and the run that goes on from it equals the one that never stopped bit
-    for bit.
+    Moments have the shape and sharding of their parameter; ``step`` is a float32 scalar. Optimizers other
+    than torch's Adam have other names. Writing to the tensors changes the optimizer. Before the first step,
+    the state is created exactly as the optimizer would, so that a checkpoint can be loaded in place and the
+    resumed run is bit-identical to an uninterrupted one.
     """
     owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     fresh_state = getattr(optimizer, "fresh_state", adam_state)
@@ -35,8 +34,7 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
 
 
 def adam_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
-    # The fused kernels count steps on the device; the others keep the count on the CPU, because a
-    # kernel launch for a scalar costs more than the scalar.
+    # Fused kernels count steps on the device, the others on the CPU, as torch does.
     device = parameter.device if group["fused"] else torch.device("cpu")
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),

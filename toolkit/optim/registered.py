@@ -1,4 +1,4 @@
-"""Optimizers that a module of job.custom_import has registered, and what they owe to checkpoints."""
+"""Optimizers registered by job.custom_import, with checks that they work with checkpoints."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ _KEY = "optimizer.name"
 
 
 def build(parameters: NamedParameters, config: Config) -> Optimizer:
-    """The optimizer of ``config``.
+    """Build the registered optimizer of ``config``.
 
     Raises:
-        ConfigError: it is none, leaves parameters out, or cannot say what it keeps of one; at the first step,
-            it keeps something else, or anything in its groups.
+        ConfigError: the function returns no optimizer, it omits parameters, or lacks fresh_state; in the
+            first
+            step: its state differs from fresh_state, or it changes its groups.
     """
     named, name = list(parameters), config.optimizer.name
-    made = added(_KEY)[name]
-    optimizer = made(iter(named), config)
+    builder = added(_KEY)[name]
+    optimizer = builder(iter(named), config)
 
     def wrong(rule: str) -> ConfigError:
-        return misused(config, _KEY, name, made, rule)
+        return misused(config, _KEY, name, builder, rule)
 
     if not isinstance(optimizer, Optimizer):
         raise wrong(f"returns {optimizer!r}, not a torch.optim.Optimizer")
-    there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left = [
-        clean_name(it) for it, parameter in named if parameter.requires_grad and id(parameter) not in there
+    included = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    omitted = [
+        clean_name(it) for it, parameter in named if parameter.requires_grad and id(parameter) not in included
     ]
-    if left:
-        raise wrong(f"leaves out {first_few(left, 3)}, which require gradients")
-    ours = isinstance(optimizer, Adam) and not optimizer.defaults.get("amsgrad")
-    if config.checkpoint.enable and not ours and not hasattr(optimizer, "fresh_state"):
+    if omitted:
+        raise wrong(f"omits {first_few(omitted, 3)}, which require gradients")
+    is_adam = isinstance(optimizer, Adam) and not optimizer.defaults.get("amsgrad")
+    if config.checkpoint.enable and not is_adam and not hasattr(optimizer, "fresh_state"):
         raise wrong(
-            "its optimizer has no method fresh_state(parameter, group), which gives the tensors, by name, "
-            "that it keeps of a parameter: no checkpoint could be loaded into it"
+            "its optimizer has no method fresh_state(parameter, group) that returns the state tensors of a "
+            "parameter by name, so checkpoints cannot be loaded"
         )
     if config.checkpoint.enable or config.optimizer.early_step_in_backward:
-        _check_first_step(optimizer, wrong, state=config.checkpoint.enable and not ours)
+        _check_first_step(optimizer, wrong, state=config.checkpoint.enable and not is_adam)
     return optimizer
 
 
 def _check_first_step(optimizer: Any, wrong: Callable[[str], ConfigError], *, state: bool) -> None:
-    """Have the optimizer's first step compare its groups with those before it; with ``state``, also what it
-    keeps of one parameter with the fresh state of that."""
+    """Make the optimizer's first step check that its groups do not change; with ``state``, also compare the
+    state of one parameter with its fresh state."""
 
-    take = optimizer.step
+    original_step = optimizer.step
 
     def step(*arguments: Any) -> None:
-        del optimizer.step  # the class has the next ones
+        del optimizer.step  # later steps use the class's method
         before = [_options(group) for group in optimizer.param_groups]
-        take(*arguments)
+        original_step(*arguments)
         for group, options in zip(optimizer.param_groups, before, strict=True):
             check_group(_options(group), options)
         for group in optimizer.param_groups if state else []:
@@ -71,35 +72,35 @@ def _check_first_step(optimizer: Any, wrong: Callable[[str], ConfigError], *, st
                     return check_state(parameter, group)
 
     def check_group(after: dict[str, Any], before: dict[str, Any]) -> None:
-        kept = sorted(key for key in after if key not in before or not _same(after[key], before[key]))
-        if kept:
+        changed = sorted(key for key in after if key not in before or not _same(after[key], before[key]))
+        if changed:
             raise wrong(
-                f"its step changes {first_few(kept, 3)} of a group of parameters, which no checkpoint holds, "
-                "nor optimizer.early_step_in_backward: what a step leaves for the next is a tensor in the "
-                "state of each parameter"
+                f"its step changes {first_few(changed, 3)} of a parameter group, which is neither saved in "
+                "checkpoints nor kept by optimizer.early_step_in_backward: store it as a tensor in the state "
+                "of each parameter"
             )
 
     def check_state(parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        kept, fresh = optimizer.state[parameter], optimizer.fresh_state(parameter, group)
-        for found in (fresh, kept):
-            if not isinstance(found, dict) or not all(isinstance(it, Tensor) for it in found.values()):
-                raise wrong(f"its state of a parameter has to be tensors by name, and is {_described(found)}")
-        if kept.keys() != fresh.keys():
-            raise wrong(f"fresh_state gives {sorted(fresh)}, but after a step there are {sorted(kept)}")
-        for key in kept:
-            if kept[key].shape != fresh[key].shape:
-                shapes = f"{tuple(fresh[key].shape)}, but after a step it has {tuple(kept[key].shape)}"
+        actual, fresh = optimizer.state[parameter], optimizer.fresh_state(parameter, group)
+        for values in (fresh, actual):
+            if not isinstance(values, dict) or not all(isinstance(it, Tensor) for it in values.values()):
+                raise wrong(f"its state of a parameter must be tensors by name, but is {_describe(values)}")
+        if actual.keys() != fresh.keys():
+            raise wrong(f"fresh_state returns {sorted(fresh)}, but a step creates {sorted(actual)}")
+        for key in actual:
+            if actual[key].shape != fresh[key].shape:
+                shapes = f"{tuple(fresh[key].shape)}, but after a step it has {tuple(actual[key].shape)}"
                 raise wrong(f"fresh_state gives {key} the shape {shapes}")
 
-    optimizer.step = step  # no hook, which a step within a step would call too
+    optimizer.step = step  # not a hook, which nested steps would also call
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy what a group has beside its parameters and the rate, which is set before each step."""
-    return {key: _copied(it) for key, it in group.items() if key not in ("params", "param_names", "lr")}
+    """Copy a group's options without its parameters and the learning rate, which is set before each step."""
+    return {key: _copy(it) for key, it in group.items() if key not in ("params", "param_names", "lr")}
 
 
-def _copied(it: Any) -> Any:
+def _copy(it: Any) -> Any:
     return it.clone() if isinstance(it, Tensor) else copy(it) if isinstance(it, list | dict | set) else it
 
 
@@ -109,7 +110,7 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or type(one) is type(other) and bool(one == other)
 
 
-def _described(state: Any) -> str:
+def _describe(state: Any) -> str:
     if not isinstance(state, dict):
         return f"a {type(state).__name__}"
     return ", ".join(f"{key} of {type(it).__name__}" for key, it in state.items())

@@ -1,18 +1,20 @@
-"""Activation checkpointing: keep little of a block's forward and compute the rest again in backward.
+"""Activation checkpointing: save little of a block's forward and recompute the rest in backward.
 
-Mode "op" chooses by operator, by FLOPs per byte kept. Keeping an element of a matmul's result spares
-2·K FLOPs, K being the inner dimension; keeping one of an attention's spares some 2·S, for a sequence of
-S tokens; an element of a norm, a rotation or SwiGLU costs a handful. So attention is always kept and
-whatever is elementwise never. Of the matmuls, those are kept whose result is no wider than what they
-sum over (q, k, v, o, w2): in total 4.5 D a token where 4 queries share a key. Those that widen (w1, w3)
-cost 7 D a token more at a width of 3.5 D, at the lowest FLOPs per byte of all matmuls, and are computed
-again, which is 54% of a block's matmul FLOPs where mode "full" repeats them all, and attention. A
-reduce-scatter is kept as well: it costs time and no FLOPs.
+Selective mode "op" decides per operator, by the FLOPs saved per byte of memory. Saving one output element
+avoids 2·K FLOPs for a matmul with inner dimension K, about 2·S for attention over S tokens, and a few for a
+norm, RoPE or SwiGLU. So attention is always saved and elementwise operators never. Matmuls are saved if their
+output is no wider than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per
+key. The widening ones (w1, w3) would take 7 D more at a width of 3.5 D, at the lowest FLOPs per byte of all
+matmuls, and are recomputed: 54% of a block's matmul FLOPs, while mode "full" recomputes all of them and
+attention. Reduce-scatters are saved
+too: they take time, although no FLOPs.
 
-Under tensor parallelism the rule sees a rank's parts of the matrices: what w1 and w3 give becomes narrow
-enough to keep, and wo and w2, which sum over less, are kept as what is scattered of them. What is gathered
-never is: it is tp times as large as the part that it comes from. (Where no compiler leaves them out, wo and
-w2 run once more for nothing; ``early_stop`` spares w2.)
+Under tensor parallelism the rule sees a rank's shards of the matrices: the outputs of w1 and w3 become narrow
+enough to save, and wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
+All-gathers are
+never saved: their output is tp times as large as their input. (Without a compiler that removes them, wo and
+    w2 are
+recomputed although nothing needs them; ``early_stop`` avoids w2.)
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from toolkit.compat import CachedDispatchMode, checkpoint_wrapper, functorch_config, operator_is_compiled
 from toolkit.config.parallelism import ActivationCheckpoint
 
-KEPT = frozenset(
+SAVED = frozenset(
     {
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_efficient_attention",
@@ -39,49 +41,49 @@ KEPT = frozenset(
         "torch_attn::_varlen_attn",
         "toolkit::blockwise_attention",
         "flex_attention",
-        # What flex_attention is when it was compiled by itself, within a block that is not.
+        # flex_attention when it is compiled inside a block that is not.
         "inductor_compiled_code",
         "_c10d_functional::reduce_scatter_tensor",
     }
 )
-"""Operators whose results mode "op" always keeps; by name, since some exist only once imported."""
+"""Operators whose outputs mode "op" always saves; by name, because some exist only after an import."""
 
 _NF4_LINEAR = "toolkit::nf4_linear"
-"""The matmul of a weight in 4 bits: rows of x and of the weight's (N, …) bytes."""
-# Where a matmul has its second factor, (…, K, N).
+"""Matmul with a 4-bit weight: its arguments are x (…, K) and the packed weight (N, …)."""
+# Index of the second factor (…, K, N) among the arguments of a matmul.
 _MATMULS = {"aten::mm": 1, "aten::bmm": 1, "aten::addmm": 2}
-_MAY_KEEP = KEPT | {_NF4_LINEAR} | _MATMULS.keys()
+_MAY_SAVE = SAVED | {_NF4_LINEAR} | _MATMULS.keys()
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide if mode "op" keeps the result of ``operator``: the rule at the top of this file.
+    """Decide whether mode "op" saves the output of ``operator``, by the rule in the module docstring.
 
-    torch.compile may override what is preferred, not what must be.
+    torch.compile may override PREFER_RECOMPUTE, but not MUST_SAVE.
     """
     name = operator.name()
-    keep = name in KEPT
+    save = name in SAVED
     if name in _MATMULS:
         factor: Tensor = args[_MATMULS[name]]
         inner, width = factor.shape[-2:]
-        keep = width <= inner
+        save = width <= inner
     elif name == _NF4_LINEAR:
         x, packed = args
-        keep = len(packed) <= x.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        save = len(packed) <= x.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _ComputeAgain(CachedDispatchMode):
-    """Hand out what the forward has kept, of operators that :func:`policy` may keep.
+class _RecomputeMode(CachedDispatchMode):
+    """Returns saved outputs, only of operators that :func:`policy` may save.
 
-    torch compares the number of all others with the forward's, too. They are not as many where a part of a
-    block is an FSDP unit by itself: its hooks gather it in one of the two, and find it gathered in the other.
+    torch also compares the number of all other operators with the forward's. They differ if part of a block
+    is an
+    FSDP unit: its hooks gather it in one of the two, and find it gathered in the other.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name() in _MAY_KEEP or operator_is_compiled(
-            func, args, kwargs
-        ):  # where all are kept, for a graph
+        # While a graph is traced, all outputs are saved.
+        if func.name() in _MAY_SAVE or operator_is_compiled(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
@@ -89,8 +91,8 @@ class _ComputeAgain(CachedDispatchMode):
 def apply_activation_checkpoint(
     blocks: nn.ModuleDict, options: ActivationCheckpoint, *, pareto_folder: Path | None = None
 ) -> None:
-    """Wrap the blocks in place. "memory_budget" wraps none: it is a setting of the compiler, which draws what
-    each budget would cost into ``pareto_folder`` if that is asked for."""
+    """Wrap the blocks in place. Mode "memory_budget" wraps none: it is a setting of the compiler, which plots
+    the cost of each budget into ``pareto_folder`` if configured."""
     _set_memory_budget(options, pareto_folder if options.visualize_memory_budget_pareto else None)
     if options.mode in ("none", "memory_budget"):
         return
@@ -110,24 +112,25 @@ def apply_activation_checkpoint(
 
 
 def _by_operator() -> Callable[[], Any]:
-    # torch.compile warns of operators that work in place, of which a block has none.
+    # torch.compile warns about in-place operators, of which a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    contexts: Any = partial(_contexts)  # a function would be given the attribute for all
-    # torch.compile caches graphs with a policy only under a name that stands for its code.
+    contexts: Any = partial(_contexts)  # not the function itself, which would keep the attribute
+    # torch.compile caches graphs with a policy only under a key that stands for its code.
     contexts.cache_hash = "keep attention and matmuls that do not widen"
     return contexts
 
 
 def _contexts() -> tuple[Any, Any]:
     forward, again = create_selective_checkpoint_contexts(policy)
-    return forward, _ComputeAgain(policy, again.storage, again.allow_cache_entry_mutation)
+    return forward, _RecomputeMode(policy, again.storage, again.allow_cache_entry_mutation)
 
 
 def _set_memory_budget(options: ActivationCheckpoint, pareto_folder: Path | None) -> None:
-    """Set the compiler's for this process; 1.0, torch's default, keeps what backward asks for."""
-    acts = options.mode == "memory_budget"
-    functorch_config.activation_memory_budget = options.memory_budget if acts else 1.0
-    functorch_config.visualize_memory_budget_pareto = acts and pareto_folder is not None
-    if acts and pareto_folder:
+    """Set the compiler's memory budget for this process; 1.0, torch's default, saves all that backward
+    needs."""
+    enabled = options.mode == "memory_budget"
+    functorch_config.activation_memory_budget = options.memory_budget if enabled else 1.0
+    functorch_config.visualize_memory_budget_pareto = enabled and pareto_folder is not None
+    if enabled and pareto_folder:
         pareto_folder.mkdir(parents=True, exist_ok=True)
         functorch_config.memory_budget_pareto_dir = str(pareto_folder)

@@ -1,10 +1,10 @@
-"""Inputs of checkpointed blocks in CPU memory between forward and backward.
+"""Offloading of the inputs of checkpointed blocks to CPU memory between forward and backward.
 
-Of a checkpointed block little but its input stays, B · S · D elements. Here that goes to page-locked memory
-of the host beside the computation, on a stream of its own. It comes back on the same stream when the backward
-of the block after it begins, so that its own backward does not wait for the copy; the device then holds one
-more input. Masks and rotations, which all blocks share, stay where they are; so do results that selective
-checkpointing keeps by operator.
+A checkpointed block saves little but its input, B · S · D elements. It is copied to pinned host memory on a
+separate stream, overlapping computation, and copied back on that stream when the backward of the next block
+begins, so that its own backward does not wait; the device then stores one more input. Masks and rotations,
+which all blocks share, are not offloaded, nor are the outputs that selective checkpointing saves per
+operator.
 
 Shapes: B batch, S sequence, D model dim.
 """
@@ -23,92 +23,94 @@ from toolkit.compat import ActivationWrapper, CheckpointWrapper, checkpointed
 
 
 def apply_activation_offload(blocks: nn.ModuleDict, *, prefetch: bool = True) -> None:
-    """Wrap the blocks that are checkpointed, in place."""
-    before: OffloadedInput | None = None
+    """Wrap the checkpointed blocks, in place."""
+    previous: OffloadedInput | None = None
     for name, block in blocks.items():
         if isinstance(block, CheckpointWrapper):
-            blocks[name] = before = OffloadedInput(block, before if prefetch else None)
+            blocks[name] = previous = OffloadedInput(block, previous if prefetch else None)
 
 
 class OffloadedInput(ActivationWrapper):
-    """A block whose first argument, of what it saves for backward, is kept on the host. ``before`` is the
-    block whose backward follows."""
+    """A block that saves its first argument on the host. ``previous`` is the block before it, whose backward
+    comes next."""
 
-    def __init__(self, block: nn.Module, before: OffloadedInput | None = None):
+    def __init__(self, block: nn.Module, previous: OffloadedInput | None = None):
         super().__init__(block)
-        self._before = [before] if before else []  # in a list, since it is no part of this module
-        self._newest: ReferenceType[HostCopy] | None = None
+        self._previous = [previous] if previous else []  # a list, so that it is no submodule
+        self._latest: ReferenceType[HostCopy] | None = None
         self.host_copy: type[HostCopy] = HostCopy  # replaced in fake steps
 
     def forward(self, h_BSD: Tensor, *others: Any) -> Tensor:
-        place = _place(h_BSD)  # not the input itself: torch keeps the function until the backward
+        identity = _identity(h_BSD)  # not the input itself: autograd keeps the closure until backward
 
         def pack(saved: Tensor) -> Tensor | HostCopy:
-            return self._host_copy(saved) if _place(saved) == place else saved
+            return self._host_copy(saved) if _identity(saved) == identity else saved
 
-        with saved_tensors_hooks(pack, lambda saved: saved.back() if isinstance(saved, HostCopy) else saved):
+        with saved_tensors_hooks(
+            pack, lambda saved: saved.to_device() if isinstance(saved, HostCopy) else saved
+        ):
             return checkpointed(self)(h_BSD, *others)
 
     def _host_copy(self, tensor: Tensor) -> HostCopy:
         copy = self.host_copy(tensor)
-        self._newest = ref(copy)
-        copy.before = next((block._newest for block in self._before), None)
+        self._latest = ref(copy)
+        copy.previous = next((block._latest for block in self._previous), None)
         return copy
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    """The same for a tensor under another name, while it lives; a tensor without storage has one, too."""
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that aliases of a tensor share while it is alive, also on the meta device."""
     return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape
 
 
 class HostCopy:
-    """A copy of a tensor in memory of the host, page-locked if it is on a GPU, whose stream does not wait.
+    """A copy of a tensor in host memory, pinned and asynchronous if the tensor is on a GPU.
 
     Attributes:
-        before: the input, in the same forward, of the block whose backward follows.
+        previous: the copy, in the same forward, of the block whose backward comes next.
     """
 
-    before: ReferenceType[HostCopy] | None = None
+    previous: ReferenceType[HostCopy] | None = None
 
     def __init__(self, tensor: Tensor):
         self.device = tensor.device
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self.coming: Tensor | None = None
+        self.device_copy: Tensor | None = None
         if not tensor.is_cuda:
             self.host.copy_(tensor)
             return
-        stream = _copying(self.device)
+        stream = _copy_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is given to another only when the copy is done
+        tensor.record_stream(stream)  # its memory must not be reused before the copy is done
 
-    def back(self) -> Tensor:
-        """A copy on the device, for which what is queued there next waits; that of ``before`` is begun."""
+    def to_device(self) -> Tensor:
+        """Return a copy on the device, which the current stream waits for, and prefetch ``previous``."""
         self.fetch()
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_stream(_copying(self.device))
-        if before := self.before and self.before():
-            before.fetch()
-        came, self.coming = self.coming, None
-        assert came is not None
-        return came
+            torch.cuda.current_stream(self.device).wait_stream(_copy_stream(self.device))
+        if previous := self.previous and self.previous():
+            previous.fetch()
+        tensor, self.device_copy = self.device_copy, None
+        assert tensor is not None
+        return tensor
 
     def fetch(self) -> None:
-        """Begin to copy to the device, if that is not done."""
-        if self.coming is not None:
+        """Start the copy to the device, if it has not started."""
+        if self.device_copy is not None:
             return
-        self.coming = torch.empty_like(self.host, device=self.device)
+        self.device_copy = torch.empty_like(self.host, device=self.device)
         if self.device.type != "cuda":
-            self.coming.copy_(self.host)
+            self.device_copy.copy_(self.host)
             return
-        stream = _copying(self.device)
-        # The memory may still be in use by what was queued before.
+        stream = _copy_stream(self.device)
+        # Queued work may still use the memory.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.coming.copy_(self.host, non_blocking=True)
+            self.device_copy.copy_(self.host, non_blocking=True)
 
 
 @cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -1,10 +1,10 @@
-"""Collectives within a forward. Those with gradients are each other's backward.
+"""Differentiable collectives: all-gather and reduce-scatter are each other's backward.
 
-They are torch's functional ones, which torch.compile traces and can overlap with matmuls, waited for on
-the spot: torch 2.13 drops the gradient of one that is still under way where it enters a compiled block.
+They use torch's functional collectives, which torch.compile traces and can overlap with matmuls, and wait at
+once: torch 2.13 drops the gradient of a pending one that enters a compiled block.
 
-torch gathers and scatters along the first dimension. Along another one, parts are put in order by a copy,
-save where there is only one row of them (a single sequence), whose memory is in order already.
+torch gathers and scatters along the first dimension. Another dimension needs a copy, unless all dimensions
+before it have size 1 (a single sequence).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from toolkit.compat import unsafe_view
 from toolkit.distributed import collectives
 
 always_copy = False
-"""Set for asynchronous tensor parallelism: torch finds what it can fuse with matmuls by its copy."""
+"""Set for asynchronous tensor parallelism: inductor recognizes collectives to fuse with matmuls by the
+copy."""
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts put together along ``dim``, in rank order. Each rank's gradient of the whole is
-    its share of it: shares are summed, and a rank gets its part back."""
+    """All-gather ``x`` along ``dim``, in rank order. The backward is a reduce-scatter: each rank's gradient
+    of the result is a partial sum."""
     return _Gather.apply(x, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part, along ``dim``, of the sum over ranks."""
+    """Return this rank's chunk, along ``dim``, of the sum over ranks."""
     return _ReduceScatter.apply(x, dim, group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, on each of them. All make the same of it: the gradient of the sum, which each has
-    whole, is that of its own part."""
+    """Return the sum over ranks. All ranks compute the same from it, so the backward is the identity."""
     return _AllReduce.apply(x, group)
 
 
@@ -53,45 +53,44 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
+        return _all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(grad, ctx.dim, ctx.group), None, None
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _scattered(x, dim, group)
+        return _reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+# unsafe_view, because FSDP warns if a unit, such as the embedding, returns what autograd knows as a view.
+
+
+def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
-    parts = collectives.all_gather(x.contiguous(), size, group.group_name)
-    if _in_order(x, dim):
-        return _as_shape(parts, (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
-    return torch.cat(parts.chunk(size), dim)
+    chunks = collectives.all_gather(x.contiguous(), size, group.group_name)
+    if _is_view(x, dim):
+        return unsafe_view(chunks, (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+    return torch.cat(chunks.chunk(size), dim)
 
 
-def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
-    ordered = _in_order(x, dim)
-    parts = x.contiguous().flatten(0, dim) if ordered else torch.cat(x.chunk(size, dim))
-    part = collectives.reduce_scatter(parts, size, group.group_name)
-    return _as_shape(part, (*x.shape[:dim], *part.shape)) if ordered else part
+    is_view = _is_view(x, dim)
+    chunks = x.contiguous().flatten(0, dim) if is_view else torch.cat(x.chunk(size, dim))
+    chunk = collectives.reduce_scatter(chunks, size, group.group_name)
+    return unsafe_view(chunk, (*x.shape[:dim], *chunk.shape)) if is_view else chunk
 
 
-def _as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view that autograd does not know for one: FSDP warns where a unit, the embedding, returns one."""
-    return unsafe_view(x, shape)
-
-
-def _in_order(x: Tensor, dim: int) -> bool:
-    """Say if parts along ``dim`` that lie one after another in memory are the whole."""
+def _is_view(x: Tensor, dim: int) -> bool:
+    """Return whether chunks along ``dim``, concatenated along the first dimension, are a view of the
+    result."""
     return dim == 0 or (x.shape[:dim].numel() == 1 and not always_copy)

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one graph serves every block, and FSDP's hooks stay outside of it."""
+"""torch.compile per block: all blocks share one graph, and FSDP's hooks stay outside of it."""
 
 from __future__ import annotations
 
@@ -26,47 +26,49 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.parallel import autograd_collectives
 
 
-def use_cache(folder: Path) -> None:
-    """Keep compiled code in ``folder``, unless TORCHINDUCTOR_CACHE_DIR names another.
+def set_cache_folder(folder: Path) -> None:
+    """Store compiled code in ``folder``, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    Call before anything is compiled. Entries are keyed by what they were compiled from and written by
-    rename, so that ranks and runs may share a folder.
+    Call before anything is compiled. Entries are keyed by their source and written by rename, so ranks and
+    runs can share a folder.
     """
-    # torch sets the variable to its own default when torch._dynamo is imported, by whatever comes first.
+    # Importing torch._dynamo sets the variable to torch's default.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def limit_recompilation() -> None:
-    """Allow a function 64 graphs, by kind of block, shape of a batch, gradients and whether an adapter is on,
-    and fail at the next one. Preferences with a validation pass torch's limit of 8, and so does FlexAttention
-    at several lengths, which beyond it computes all S x S scores without a warning."""
+    """Allow 64 graphs per function (for kinds of blocks, batch shapes, gradients, adapters on or off), then
+    fail.
+
+    DPO with validation exceeds torch's limit of 8, and so does FlexAttention at several lengths, which beyond
+    it silently computes all S x S scores.
+    """
     dynamo_config.recompile_limit = 64
     dynamo_config.fail_on_recompile_limit_hit = True
 
 
-def keep_for_two_backwards(keep: bool) -> None:
-    """Let a compiled backward leave its inputs whole, as it must where a schedule runs it a second time:
-    for the gradients of inputs, and later for those of weights. Call before anything is compiled.
-    """
-    functorch_config.donated_buffer = not keep
+def allow_split_backward(allow: bool) -> None:
+    """Keep the inputs of compiled backwards, for schedules that run them twice: for input gradients, and
+    later for weight gradients. Call before anything is compiled."""
+    functorch_config.donated_buffer = not allow
 
 
 def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup | None = None) -> None:
-    """Compile in place, each block by itself, and the function that the head calls for a chunk of loss.
+    """Compile each block and the head's chunked loss function, in place.
 
-    Matmuls and the collectives of the group ``async_tp`` next to them run in pieces, alternately. Shapes are
-    static: automatically dynamic ones could change kernels between a run and its resume.
+    Collectives of the group ``async_tp`` are decomposed and overlapped with adjacent matmuls. Shapes are
+    static: automatic dynamic shapes could change kernels between a run and its resume.
     """
     _fuse_collectives(async_tp)
-    # Other back ends than inductor take none, be it the default.
+    # Backends other than inductor accept no mode, not even the default.
     mode: dict[str, Any] = {} if options.mode == "default" else {"mode": options.mode}
     compiled: Callable[[Any], Any] = partial(
         torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False, **mode
     )
     if "model" in options.components:
         for block in model.layers.values():
-            # Not the module, around which torch.compile puts another that zero-bubble schedules refuse.
+            # Not the module, which torch.compile would wrap in one that zero-bubble schedules reject.
             block.forward = compiled(block.forward)
     if "loss" in options.components and model.output is not None:
         model.output.loss = compiled(model.output.loss)
@@ -75,20 +77,20 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
 
 
 def _fuse_collectives(group: dist.ProcessGroup | None) -> None:
-    """Have inductor fuse matmuls with the collectives of ``group``; None is torch's default."""
+    """Let inductor fuse matmuls with the collectives of ``group``; None restores torch's default."""
     autograd_collectives.always_copy = group is not None
     fuse_collectives(group is not None)
     if group is None:
         return
     with warnings.catch_warnings():
-        # torch 2.13 calls it deprecated, yet fuses nothing of a group for which it was not called.
+        # Deprecated in torch 2.13, but required: without the call, nothing of the group is fused.
         warnings.simplefilter("ignore", FutureWarning)
         compat.enable_symm_mem_for_group(group.group_name)
 
 
 class CompileClock:
-    """How long this process spends on compiling, from now on: backward graphs, which are compiled when
-    first needed, and the reading of cached ones included."""
+    """Measures the compile time of this process, including lazily compiled backward graphs and cache
+    reads."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -103,6 +105,6 @@ class CompileClock:
         self._seconds += time.perf_counter() - self._started
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds spent compiling since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -1,14 +1,13 @@
-"""Context parallelism: each sequence split over ranks; only attention needs the others' part of it.
+"""Context parallelism: each sequence is sharded over ranks; only attention communicates.
 
-Every rank computes the queries of its tokens and gathers the keys and values of all (the method of
-arXiv:2407.21783, section 3.3.2): with grouped heads they are small, and a mask of any kind is
-a mask of rows. A sequence is cut into 2·cp pieces, of which rank r takes the r-th and the r-th from the end,
-so that the work of causal attention, which grows with the position, is the same on all. Without balancing
-there are cp pieces, and rank r takes the r-th.
+Every rank computes the queries of its tokens and all-gathers keys and values (the method of arXiv:2407.21783,
+section 3.3.2): with grouped heads they are small, and any mask works. A sequence is split into 2·cp chunks,
+of which rank r takes the r-th and the r-th from the end, because the work of causal attention grows with the
+position. Without balancing there are cp chunks, and rank r takes the r-th.
 
-A block gathers once in its forward and scatters once in its backward. Without activation checkpointing the
-gathered keys and values, 2·S·K·E numbers a sample and block, are kept for backward; with it, its forward
-gathers them again.
+A block does one all-gather in forward and one reduce-scatter in backward. Without activation checkpointing,
+the gathered keys and values (2·S·K·E elements per sample and block) are saved for backward; with it, the
+recomputed forward gathers them again.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from toolkit.parallel.sequence_shards import SequenceShards
 
 
 class ContextParallelAttention(AttentionBackend):
-    """A back end's attention of this rank's queries to the keys and values of all ranks.
+    """A backend's attention of this rank's queries to the keys and values of all ranks.
 
-    A piece of queries sees no key after its own end, so that each is computed with just the keys until
-    then.
+    Each chunk of queries attends to the keys up to its own end.
     """
 
     def __init__(self, inner: AttentionBackend, shards: SequenceShards, mesh: DeviceMesh):
@@ -42,13 +40,13 @@ class ContextParallelAttention(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> list[AttentionMask]:
-        """``documents_BS`` are of whole sequences, ``length`` this rank's tokens of one."""
-        assert first == 0, "which queries these are is what the shards say"
-        pieces = self.shards.of(self.shards.rank)
-        size = length // len(pieces)
+        """Build one mask per chunk. ``documents_BS`` covers full sequences, ``length`` this rank's tokens."""
+        assert first == 0, "the shards determine the first query"
+        chunks = self.shards.of(self.shards.rank)
+        size = length // len(chunks)
         return [
-            self.inner.mask(documents_BS, rows, (piece + 1) * size, device, first=piece * size)
-            for piece in pieces
+            self.inner.mask(documents_BS, rows, (chunk + 1) * size, device, first=chunk * size)
+            for chunk in chunks
         ]
 
     def __call__(
@@ -60,15 +58,15 @@ class ContextParallelAttention(AttentionBackend):
         prefix: Prefix | None = None,
     ) -> Tensor:
         heads = k_BSKE.shape[2]
-        both = self.shards.whole(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 0, self.group))
+        both = self.shards.unshard(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 0, self.group))
         k_BSKE, v_BSKE = both.split(heads, dim=2)
-        pieces = self.shards.of(self.shards.rank)
-        size = q_BSHE.shape[1] // len(pieces)
+        chunks = self.shards.of(self.shards.rank)
+        size = q_BSHE.shape[1] // len(chunks)
         plain: Any = self.inner
         inner = plain if prefix is None else partial(plain, prefix=prefix)
         outputs = [
-            inner(q, k_BSKE[:, : (piece + 1) * size], v_BSKE[:, : (piece + 1) * size], its_mask)
-            for piece, q, its_mask in zip(pieces, q_BSHE.split(size, dim=1), mask, strict=True)
+            inner(q, k_BSKE[:, : (chunk + 1) * size], v_BSKE[:, : (chunk + 1) * size], chunk_mask)
+            for chunk, q, chunk_mask in zip(chunks, q_BSHE.split(size, dim=1), mask, strict=True)
         ]
         return torch.cat(outputs, dim=1)
 
@@ -76,8 +74,8 @@ class ContextParallelAttention(AttentionBackend):
 def apply_context_parallel(
     model: Decoder, shards: SequenceShards, mesh: DeviceMesh, *, ring: bool = False
 ) -> None:
-    """Give every block of ``model`` the attention of split sequences, in place; with ``ring`` keys and values
-    travel, in place of being gathered."""
+    """Replace the attention backend of every block by a context-parallel one, in place; ``ring`` selects ring
+    attention in place of all-gathers."""
     if ring:
         model.attention = RingAttention(shards, mesh, model.attention.window)
     else:

@@ -1,4 +1,4 @@
-"""Changes of a model before it is sharded, by ``model.converters``, in the order of their names."""
+"""Model converters (``model.converters``), applied in order before a model is sharded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _KEY = "model.converters"
 
 
 class Converters:
-    """The converters of ``config``. Each has ``convert(model)``. It may have ``connect(models, mesh)``,
-    called once all stages of this rank are sharded, and ``post_optimizer_hook(models)``, after an update."""
+    """The converters of ``config``. Each has ``convert(model)``, and optionally ``connect(models, mesh)``,
+    called once all stages of this rank are sharded, and ``post_optimizer_hook(models)``, called after each
+    update."""
 
     def __init__(self, config: Config):
         self._all: list[Any] = []
@@ -37,24 +38,25 @@ class Converters:
                     raise misused(config, _KEY, name, None, f"{converter!r} has no method convert(model)")
 
     def convert(self, model: nn.Module) -> None:
-        """Change ``model``, or a stage of it, on the meta device, in place.
+        """Convert ``model``, or a stage of it, on the meta device, in place.
 
         Raises:
             ConfigError: a user's converter adds, removes, reshapes, casts or unfreezes a parameter or buffer.
         """
         for name, converter in zip(self._config.model.converters, self._all, strict=True):
-            before, trained = _kinds(model), _trained(model)
+            before, trained = _signatures(model), _trained(model)
             converter.convert(model)
             rule = ""
-            if changed := sorted({name for name, _ in before.items() ^ _kinds(model).items()}):
-                rule = f"adds, removes, reshapes or casts {first_few(changed, 3)}, which checkpoints hold"
+            if changed := sorted({name for name, _ in before.items() ^ _signatures(model).items()}):
+                rule = f"adds, removes, reshapes or casts {first_few(changed, 3)}, which checkpoints contain"
             elif more := sorted(_trained(model) - trained):
-                rule = f"trains {first_few(more, 3)}, which is frozen: freeze what takes the place"
+                rule = f"unfreezes {first_few(more, 3)}: set requires_grad=False on the replacement"
             if rule:
                 raise misused(self._config, _KEY, name, type(converter).convert, rule)
 
     def connect(self, models: Sequence[nn.Module], mesh: Mesh) -> list[Callable[[], None]]:
-        """Tell the converters of the sharded ``models``, and return what they do after each update."""
+        """Call the converters' ``connect`` with the sharded ``models``, and return their hooks after an
+        update."""
         for converter in self._all:
             if hasattr(converter, "connect"):
                 converter.connect(models, mesh)
@@ -62,7 +64,7 @@ class Converters:
         return [partial(hook, models) for hook in hooks if hook]
 
 
-def _kinds(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _signatures(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (it.shape, it.dtype) for name, it in (*model.named_parameters(), *model.named_buffers())}
 
 

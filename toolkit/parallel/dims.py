@@ -1,4 +1,4 @@
-"""The sizes of a mesh: how the ranks of a world are divided. Imports no torch."""
+"""Parallel degrees and sharding strategies. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: how many ways a global batch is split."""
+        """Data-parallel degree: number of parts of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
@@ -39,24 +39,23 @@ DEGREES = {
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
-"""Keys of the sizes, by the names of :class:`ParallelDims`."""
+"""Config keys of the degrees, by field of :class:`ParallelDims`."""
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Names of ``sharding_strategy``, in the order of their numbers from 1."""
-_KEEPING = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-"""Those that keep gathered parameters until backward."""
+_KEEP_UNSHARDED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+"""Strategies that keep parameters gathered until backward."""
 
 
 def strategy(parallelism: Parallelism) -> str | None:
-    """The sharding strategy by name, if one is asked for."""
-    asked = parallelism.sharding_strategy
-    return STRATEGIES[asked - 1] if isinstance(asked, int) else asked
+    """Return the name of the configured sharding strategy, or None."""
+    value = parallelism.sharding_strategy
+    return STRATEGIES[value - 1] if isinstance(value, int) else value
 
 
 def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
-    """The degrees that ``parallelism`` gives ``world_size`` ranks, or None where it does not fit.
+    """Return the degrees of ``parallelism`` on ``world_size`` ranks, or None if they do not multiply to it.
 
-    ``data_parallel_shard_degree`` −1 takes all ranks that the others leave. NO_SHARD makes each of
-    these a replica.
+    ``data_parallel_shard_degree`` −1 takes all remaining ranks. NO_SHARD makes each of them a replica.
     """
     model = (
         parallelism.pipeline_parallel_degree
@@ -80,21 +79,21 @@ def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
 
 
 def reshard_after_forward(parallelism: Parallelism) -> str | int:
-    """``fsdp_reshard_after_forward`` as the sharding strategy has it, or the pipeline where none is named:
-    each of its micro-batches would gather again what the one before has freed.
+    """Return ``fsdp_reshard_after_forward``, with "default" resolved by the sharding strategy.
 
-    NO_SHARD frees what it has gathered as FULL_SHARD does: there is nothing to send, but a second copy
-    of all parameters would live through the forward.
+    Without a strategy, a pipeline does not reshard: each micro-batch would gather the parameters again.
+    NO_SHARD reshards as FULL_SHARD does: nothing is communicated, but a second copy of all parameters would
+    otherwise stay allocated during the forward.
     """
-    asked, name = parallelism.fsdp_reshard_after_forward, strategy(parallelism)
-    if asked != "default":
-        return asked
-    keeps = parallelism.pipeline_parallel_degree > 1 if name is None else name in _KEEPING
+    value, name = parallelism.fsdp_reshard_after_forward, strategy(parallelism)
+    if value != "default":
+        return value
+    keeps = parallelism.pipeline_parallel_degree > 1 if name is None else name in _KEEP_UNSHARDED
     return "never" if keeps else "default"
 
 
 def strategy_in_effect(parallelism: Parallelism, mesh: ParallelDims) -> str:
-    """The name of the sharding strategy that the degrees and ``fsdp_reshard_after_forward`` make."""
+    """Return the sharding strategy that the degrees and ``fsdp_reshard_after_forward`` amount to."""
     kept = reshard_after_forward(parallelism) == "never"
     if mesh.dp_replicate == 1:
         return "SHARD_GRAD_OP" if kept else "FULL_SHARD"
@@ -103,11 +102,10 @@ def strategy_in_effect(parallelism: Parallelism, mesh: ParallelDims) -> str:
     return "HYBRID_SHARD_ZERO2" if kept else "HYBRID_SHARD"
 
 
-def takes_ring(parallelism: Parallelism, *, device: str, documents: bool) -> bool:
-    """Say if keys and values go around a ring on a ``device`` ("cpu" or "cuda").
+def uses_ring(parallelism: Parallelism, *, device: str, documents: bool) -> bool:
+    """Return whether context parallelism uses ring attention on a ``device`` ("cpu" or "cuda").
 
-    They do where asked for, but not within ``documents`` on CUDA, whose flash kernel has no mask for them.
-    There they are gathered.
+    On CUDA, ``documents`` require gathering instead, because the flash kernel has no mask.
     """
-    asked = parallelism.context_parallel_rotate_method == "alltoall"
-    return asked and parallelism.context_parallel_degree > 1 and not (documents and device == "cuda")
+    rotates = parallelism.context_parallel_rotate_method == "alltoall"
+    return rotates and parallelism.context_parallel_degree > 1 and not (documents and device == "cuda")

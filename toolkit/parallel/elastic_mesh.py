@@ -1,4 +1,5 @@
-"""Meshes in words, such as "dp_shard=3 tp=2", that a run may take when its number of nodes changes."""
+"""Parsing of ``parallelism.elastic_meshes``, such as "dp_shard=3 tp=2": the meshes of other numbers of
+nodes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import DEGREES, ParallelDims
 
 
-def elastic_mesh(text: str) -> ParallelDims | None:
-    """The mesh that ``text`` names, with 1 for what it does not name; None where it names none."""
+def parse_mesh(text: str) -> ParallelDims | None:
+    """Parse a mesh, with degree 1 for dimensions that are not in ``text``; None if it is invalid."""
     sizes = dict.fromkeys(DEGREES, 0)
     for word in text.split():
         name, _, size = word.partition("=")
@@ -21,5 +22,5 @@ def elastic_mesh(text: str) -> ParallelDims | None:
 
 
 def mesh_flags(mesh: ParallelDims) -> list[str]:
-    """The flags that ask for ``mesh``."""
+    """Return the command-line flags for ``mesh``."""
     return [f"--{DEGREES[name]}={size}" for name, size in asdict(mesh).items()]

@@ -1,13 +1,14 @@
-"""float8: matmuls of linear layers with operands of 8 bits (Micikevicius et al. 2022, arXiv:2209.05433).
+"""float8 matmuls in linear layers (Micikevicius et al. 2022, arXiv:2209.05433).
 
-The operands of the three products of a layer, in forward and backward, are cast as they are used, with a
-scale that takes the largest magnitude of a matrix ("tensorwise") or of each of its rows ("rowwise") to the
-largest of float8. Weights, gradients and the optimizer's state stay as they are. Recipes, casts and kernels
-are torchao's. Shapes: T tokens of a micro-batch, K features that come in, N that go out.
+The operands of the three matmuls of a layer, in forward and backward, are cast dynamically, with a scale that
+maps the largest magnitude of a matrix ("tensorwise") or of each row ("rowwise") to the largest float8 value.
+Weights, gradients and optimizer state keep their dtypes. Recipes, casts and kernels are torchao's. Shapes:
+T tokens of a micro-batch, K input features, N output features.
 
-A matrix that tensor or context parallelism has cut has the scales of the whole: magnitudes are compared over
-its ranks, so that a layer computes what it does on one. Not over those that have other samples: scales are
-those of a micro-batch.
+A matrix that is sharded by tensor or context parallelism has the scales of the full matrix: maxima are
+    reduced
+over its ranks, so that a layer computes the same as on one rank. They are not reduced over data-parallel
+ranks: scales are those of a micro-batch.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from toolkit.distributed.collectives import all_reduce
 from toolkit.distributed.dtensor import local
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.plain_linear import check_plain
-from toolkit.parallel.float8_layers import float8_layers, gathered_in_float8
+from toolkit.parallel.float8_layers import can_gather_in_float8, float8_layers
 from toolkit.parallel.mesh import Mesh
 
-logging.disable(logging.WARNING)  # torchao warns of kernels of its own that it cannot load; none is used here
+logging.disable(logging.WARNING)  # torchao warns about kernels that it cannot load; none is used here
 try:
     from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
     from torchao.float8.float8_training_tensor import (
@@ -47,116 +48,117 @@ try:
 finally:
     logging.disable(logging.NOTSET)
 try:
-    # Inductor of torch 2.14 and Triton's transposed stores of float8 give NaN together (triton issue 11111).
-    # torchao undoes inductor's part in convert_to_float8_training, which is not called here.
+    # Inductor of torch 2.14 and Triton's transposed float8 stores together give NaN (triton issue 11111).
+    # torchao patches inductor in convert_to_float8_training, which is not called here.
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen as avoid_triton_nan
-except ImportError:  # a torchao that needs no such patch
+except ImportError:  # a torchao without the patch
 
     def avoid_triton_nan() -> None:
         """Do nothing."""
 
 
 _FILTER = "quantize.linear.float8.filter_fqns"
-_WHOLE = ""
-"""In place of the name of a group: the dimension is not cut."""
+_NOT_SHARDED = ""
+"""In place of a group's name: the dimension is not sharded."""
 
 
 class Float8Converter:
-    """The converter of a configuration (:class:`toolkit.parallel.converters.Converters`)."""
+    """Float8 converter of a configuration (:class:`toolkit.parallel.converters.Converters`)."""
 
     def __init__(self, config: Config):
-        self.options, self.tell = config.quantize.linear.float8, config.model.print_after_conversion
+        self.options, self.verbose = config.quantize.linear.float8, config.model.print_after_conversion
         if config.compile.enable:
             avoid_triton_nan()
 
     def convert(self, model: Decoder) -> None:
-        """Have linear layers compute in float8."""
-        apply_float8(model, self.options, tell=self.tell)
+        """Convert linear layers to float8."""
+        apply_float8(model, self.options, verbose=self.verbose)
 
     def connect(self, models: Iterable[Decoder], mesh: Mesh) -> None:
-        """Tell the layers over which ranks matrices are cut."""
+        """Set the groups over which matrices are sharded."""
         connect(models, mesh, self.options)
 
     def post_optimizer_hook(self, models: Iterable[Decoder]) -> None:
-        """Make the scales of the next forward, where they are made ahead."""
+        """Precompute the scales of the next forward, if configured."""
         if self.options.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(models)
 
 
-def apply_float8(model: Decoder, options: Options, *, tell: bool = False) -> None:
-    """Have the linear layers of ``model``, or of a stage of it, on the meta device, compute in float8, in
-    place; ``tell`` prints the model from rank 0.
+def apply_float8(model: Decoder, options: Options, *, verbose: bool = False) -> None:
+    """Convert the linear layers of ``model``, or of a stage of it, to float8, on the meta device, in place.
+
+    ``verbose`` prints the model on rank 0.
 
     Raises:
-        ConfigError: one of them is no plain linear layer.
+        ConfigError: a layer is not a plain torch.nn.Linear.
     """
     config = replace(
         Float8LinearConfig.from_recipe_name(options.recipe_name or "tensorwise"), emulate=options.emulate
     )
-    # Fused casts would round other than eager ones, and scales of what is computed again be others (torch
+    # Fused casts round differently from eager ones, so that recomputed tensors would get other scales (torch
     # issue 150859).
     inductor_config.emulate_precision_casts = options.recipe_name == "rowwise"
     modules = dict(model.named_modules())
     for name in float8_layers(model.args, options):
-        if name in modules:  # else another stage has it
-            without = "name it there"
+        if name in modules:  # else it is on another stage
+            without = "add its name to that list"
             check_plain(name, modules[name], key=_FILTER, value=options.filter_fqns, without=without)
             parent, _, child = name.rpartition(".")
-            setattr(modules[parent], child, Float8Linear(modules[name], config))
-    if tell and dist.get_rank() == 0:
+            setattr(modules[parent], child, ShardedFloat8Linear(modules[name], config))
+    if verbose and dist.get_rank() == 0:
         print(model, flush=True)
 
 
-class Float8Linear(nn.Linear):
-    """Takes the place of ``linear``, whose weight it keeps."""
+class ShardedFloat8Linear(nn.Linear):
+    """Float8 replacement of ``linear`` with the same weight, whose scales are those of the full matrices."""
 
     def __init__(self, linear: nn.Linear, config: Float8LinearConfig):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.config = config
-        self.groups = (_WHOLE, _WHOLE, _WHOLE)
-        """Names of the groups whose ranks have parts of T, K and N."""
+        self.groups = (_NOT_SHARDED, _NOT_SHARDED, _NOT_SHARDED)
+        """Names of the groups over which T, K and N are sharded."""
 
     def forward(self, x: Tensor) -> Tensor:
-        product = _Product.apply(x, self.weight, self.config, self.groups)
-        return product if self.bias is None else product + self.bias
+        output = _Float8Matmul.apply(x, self.weight, self.config, self.groups)
+        return output if self.bias is None else output + self.bias
 
-    def forget_scale(self) -> None:
-        """Until the next update find the scale of the weight as it is gathered, not that made ahead."""
-        if gathered := _gathered(self):
-            gathered.scale = None
+    def reset_scale(self) -> None:
+        """Discard the precomputed scale; until the next update, the all-gather computes it."""
+        if all_gather := _float8_all_gather(self):
+            all_gather.scale = None
 
 
 def connect(models: Iterable[Decoder], mesh: Mesh, options: Options) -> None:
-    """Tell the layers of sharded ``models`` over which ranks matrices are cut, and FSDP to gather weights in
-    float8 if ``options`` say so."""
-    tokens = _name(mesh.cp.get_group()) if mesh.cp else _WHOLE
+    """Set the groups over which the matrices of sharded ``models`` are sharded, and FSDP's all-gather in
+    float8 if configured."""
+    tokens = _name(mesh.cp.get_group()) if mesh.cp else _NOT_SHARDED
     for layer in _layers(models):
         weight: Any = layer.weight
-        inner = outer = _WHOLE
+        inner = outer = _NOT_SHARDED
         if mesh.tp:
-            cut = weight.placements[weight.device_mesh.mesh_dim_names.index("tp")].dim
-            inner, outer = (_name(mesh.tp.get_group()) if dim == cut else _WHOLE for dim in (1, 0))
+            sharded = weight.placements[weight.device_mesh.mesh_dim_names.index("tp")].dim
+            inner, outer = (_name(mesh.tp.get_group()) if dim == sharded else _NOT_SHARDED for dim in (1, 0))
         layer.groups = (tokens, inner, outer)
         shards, tp = mesh.fsdp.size(-1), mesh.tp.size() if mesh.tp else 1
-        if options.enable_fsdp_float8_all_gather and gathered_in_float8(len(weight), shards=shards, tp=tp):
-            _Gathered(weight, layer.config, (_name(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)), inner or outer))
+        if options.enable_fsdp_float8_all_gather and can_gather_in_float8(len(weight), shards=shards, tp=tp):
+            groups = _name(mesh.fsdp.get_group(mesh.fsdp.ndim - 1)), inner or outer
+            _Float8AllGather(weight, layer.config, groups)
 
 
-def _layers(models: Iterable[Decoder]) -> list[Float8Linear]:
-    return [it for model in models for it in model.modules() if isinstance(it, Float8Linear)]
+def _layers(models: Iterable[Decoder]) -> list[ShardedFloat8Linear]:
+    return [it for model in models for it in model.modules() if isinstance(it, ShardedFloat8Linear)]
 
 
 def _name(group: dist.ProcessGroup) -> str:
-    return group.group_name if group.size() > 1 else _WHOLE
+    return group.group_name if group.size() > 1 else _NOT_SHARDED
 
 
 # Casts
 
 
-def _largest(amax: Tensor, groups: Iterable[str]) -> Tensor:
-    """The largest of each over the ranks of ``groups``."""
+def _max_over_ranks(amax: Tensor, groups: Iterable[str]) -> Tensor:
     for group in filter(None, groups):
         amax = all_reduce(amax, "max", group)
     return amax
@@ -177,20 +179,23 @@ def _cast(
     groups: tuple[str, str],
     along: int,
 ) -> Tensor:
-    """``matrix`` (2-D) in float8, or as it is where ``how`` says so or it is in float8 already. Its
-    dimensions are cut over ``groups``; scales of rows are of what is multiplied ``along`` one of them."""
+    """Cast ``matrix`` (2-D) to float8, unless ``how`` disables it or it is float8 already.
+
+    Its dimensions are sharded over ``groups``; rowwise scales reduce over the dimension ``along``, over which
+    the matmul sums.
+    """
     if how.scaling_type is ScalingType.DISABLED or isinstance(matrix, Float8TrainingTensor):
         return matrix
     by_row = how.scaling_granularity is ScalingGranularity.AXISWISE
     dim = along if by_row else None
     amax = tensor_to_amax(matrix, scaling_granularity=how.scaling_granularity, axiswise_dim=dim)
-    amax = _largest(amax, [groups[along]] if by_row else groups)
+    amax = _max_over_ranks(amax, [groups[along]] if by_row else groups)
     scale = amax_to_scale(amax, how.target_dtype, config.round_scales_to_power_of_2)
     return hp_tensor_and_scale_to_float8(matrix, scale, how.target_dtype, _mm_config(config), role, dim)
 
 
 def _multiply(a: Tensor, b: Tensor, *, emulate: bool) -> Tensor:
-    """a b, of two matrices in float8 or of two others; emulated in at least fp32."""
+    """Compute a b, of two float8 matrices or of two others; emulation uses at least fp32."""
     if not (emulate and isinstance(a, Float8TrainingTensor) and isinstance(b, Float8TrainingTensor)):
         return torch.mm(a, b)
     precise = torch.promote_types(a.dtype, torch.float32)
@@ -198,8 +203,8 @@ def _multiply(a: Tensor, b: Tensor, *, emulate: bool) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-class _Product(torch.autograd.Function):
-    """x (…, K) times the weight (N, K), transposed."""
+class _Float8Matmul(torch.autograd.Function):
+    """x (…, K) times the transposed weight (N, K)."""
 
     @staticmethod
     def forward(
@@ -233,38 +238,38 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-# Gathering
+# All-gather
 
 
-class _Gathered:
-    """Casts this rank's part of ``weight``, a DTensor, before FSDP2 gathers it, which then gathers bytes.
+class _Float8AllGather:
+    """Casts this rank's shard of ``weight``, a DTensor, so that FSDP2 gathers float8.
 
-    Its methods become the extensions of FSDP2 on the part, which stays a plain tensor for all others;
-    ``groups`` are those whose ranks have the other parts.
+    Its methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor;
+    ``groups`` are those over which the weight is sharded.
     """
 
     def __init__(self, weight: DTensor, config: Float8LinearConfig, groups: tuple[str, str]):
-        self.part = cast("Any", local(weight))
+        self.shard = cast("Any", local(weight))
         self.config, self.groups = config, groups
         self.scale: Tensor | None = None
-        self.part.fsdp_pre_all_gather, self.part.fsdp_post_all_gather = self.before, self.after
+        self.shard.fsdp_pre_all_gather, self.shard.fsdp_post_all_gather = self.before, self.after
 
     @property
     def dtype(self) -> torch.dtype:
         return self.config.cast_config_weight.target_dtype
 
     def before(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
-        """The bytes to be gathered, and what is kept beside them."""
+        """Return the bytes to gather, and the scale as metadata."""
         scale = self.scale
         if scale is None:
-            scale = amax_to_scale(_largest(tensor_to_amax(self.part), self.groups), self.dtype)
-        numbers: Any = hp_tensor_and_scale_to_float8(self.part, scale, self.dtype)
-        return (numbers._data.view(torch.uint8),), scale
+            scale = amax_to_scale(_max_over_ranks(tensor_to_amax(self.shard), self.groups), self.dtype)
+        shard: Any = hp_tensor_and_scale_to_float8(self.shard, scale, self.dtype)
+        return (shard._data.view(torch.uint8),), scale
 
     def after(
         self, gathered: tuple[Tensor], scale: Tensor, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The weight of the bytes; ``out`` is one whose bytes they have become already."""
+        """Return the weight of the gathered bytes; if ``out`` is given, it already contains them."""
         if out is not None:
             cast("Any", local_tensor(out) if isinstance(out, DTensor) else out)._scale = scale
             return None
@@ -273,17 +278,17 @@ class _Gathered:
         return Float8TrainingTensor(data.view(self.dtype), scale, dtype, mm_config, role), (data,)
 
 
-def _gathered(layer: Float8Linear) -> _Gathered | None:
-    """The cast of the weight of ``layer`` before it is gathered, if it is gathered in float8."""
+def _float8_all_gather(layer: ShardedFloat8Linear) -> _Float8AllGather | None:
     before = getattr(local(layer.weight), "fsdp_pre_all_gather", None)
     return before.__self__ if before else None
 
 
 @torch.no_grad()
 def precompute_scales(models: Iterable[Decoder]) -> None:
-    """Find the scales of all weights that are gathered in float8 at once. To be called after each update."""
-    found = [gathered for layer in _layers(models) if (gathered := _gathered(layer))]
+    """Compute the scales of all weights that are gathered in float8, with one collective, after each
+    update."""
+    found = [it for layer in _layers(models) if (it := _float8_all_gather(layer))]
     if found:
-        amax = _largest(torch.stack([tensor_to_amax(it.part) for it in found]), found[0].groups)
+        amax = _max_over_ranks(torch.stack([tensor_to_amax(it.shard) for it in found]), found[0].groups)
         for it, scale in zip(found, amax_to_scale(amax, found[0].dtype), strict=True):
             it.scale = scale

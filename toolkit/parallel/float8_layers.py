@@ -1,4 +1,4 @@
-"""The linear layers that compute in float8, by name. Imports no torch."""
+"""Selection of the linear layers that compute in float8. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers
 
 MULTIPLE = 16
-"""The sizes of matrices that GPUs multiply in float8 are multiples of it."""
+"""GPUs require sizes of float8 matrices to be multiples of this."""
 
 
 def float8_layers(args: ModelArgs, options: Float8Linear) -> dict[str, tuple[int, ...]]:
-    """Those that compute in float8: a GPU takes their sizes, no part of ``filter_fqns`` is in the name."""
+    """Return the layers that compute in float8: of supported sizes, with no entry of ``filter_fqns`` in the
+    name."""
     return {
         name: shape
         for name, shape in linear_layers(args).items()
@@ -20,6 +21,6 @@ def float8_layers(args: ModelArgs, options: Float8Linear) -> dict[str, tuple[int
     }
 
 
-def gathered_in_float8(rows: int, *, shards: int, tp: int) -> bool:
-    """Say if a weight of ``rows`` can be: each rank has as many of them, without padding."""
+def can_gather_in_float8(rows: int, *, shards: int, tp: int) -> bool:
+    """Return whether FSDP can gather a weight of ``rows`` in float8, which requires equal shards."""
     return rows % (shards * tp) == 0

@@ -1,8 +1,8 @@
 """FSDP2: parameters, gradients and optimizer state sharded per unit over the data-parallel ranks.
 
-Gradients are *summed* over ranks, never averaged: the loss is already divided by the tokens of the
-global batch, so that uneven ranks weigh as they should. gloo has no pre-multiplied sum, hence both
-calls in :func:`_sum_gradients`; neither recurses.
+Gradients are *summed* over ranks, never averaged: the loss is already divided by the number of tokens of the
+global batch, which weights ranks with different numbers of tokens correctly. gloo has no pre-multiplied sum,
+hence both calls in :func:`_sum_gradients`; neither recurses.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from toolkit.models.common.table import EMBEDDING
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward
 
-SKIPPING = ("cuda",)
-"""Devices on which parallelism.fsdp_skip_on_one_rank acts."""
+SKIP_DEVICES = ("cuda",)
+"""Devices on which parallelism.fsdp_skip_on_one_rank takes effect."""
 
 
 def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Compute in ``param_dtype``; reduce gradients and hand out logits as ``training`` has it.
+    """Return the policy that computes in ``param_dtype``, with the reduce and output dtypes of ``training``.
 
-    Inputs are not cast: the embedding hands out ``param_dtype`` and RoPE tables stay in their own precision.
+    Inputs are not cast: the embedding returns ``param_dtype``, and RoPE rotations keep their precision.
     """
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -60,18 +60,17 @@ def apply_fsdp(
     precision: MixedPrecisionPolicy,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard each unit, then what is left in the root, in place.
+    """Shard each unit, then the remaining parameters in the root, in place.
 
-    ``units`` are in forward order, a unit inside another after it. ``mesh`` is 1-D (shard) or 2-D
-    (replicate × shard). Logits are of ``output_dtype``.
+    ``units`` are in forward order; a nested unit comes after the outer one. ``mesh`` is 1-D (shard) or 2-D
+    (replicate × shard). Logits have the policy's ``output_dtype``.
     """
     inner = replace(precision, output_dtype=None)
-    # Page-locked memory is CUDA's: where there is none, asking for it fails.
-    pinned = mesh.device_type == "cuda"
+    pinned = mesh.device_type == "cuda"  # pinning memory fails without CUDA
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     when = reshard_after_forward(parallelism)
-    kept = set() if cpu_offload else _kept_out(model, mesh, parallelism, precision)
-    # Backwards, since fully_shard wants the inner of two units first.
+    ignored = set() if cpu_offload else _ignored_parameters(model, mesh, parallelism, precision)
+    # Reversed, because fully_shard requires inner units first.
     for position in reversed(range(len(units))):
         fully_shard(
             list(units[position]),
@@ -79,72 +78,74 @@ def apply_fsdp(
             mp_policy=inner,
             offload_policy=offload,
             reshard_after_forward=_reshard(when, last=position == len(units) - 1),
-            ignored_params=kept,
+            ignored_params=ignored,
         )
-    hands_on = getattr(model, "output", model) is None  # hidden states, to the next stage of a pipeline
+    returns_hidden = getattr(model, "output", model) is None  # a pipeline stage without the head
     fully_shard(
         model,
         mesh=mesh,
-        mp_policy=inner if hands_on else precision,
+        mp_policy=inner if returns_hidden else precision,
         offload_policy=offload,
         reshard_after_forward=_reshard(when, last=True),
-        ignored_params=kept,
+        ignored_params=ignored,
     )
     if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
         _share_memory(model, mesh)
-    if _reduces_alone(mesh):
+    if _skips_reduce_scatter(mesh):
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(cast("Any", Whole()))
-    if mesh.size() > 1:  # what is alone torch would still divide, by 1 into a copy of each unit's gradients
+                module.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
+    if mesh.size() > 1:  # on one rank it would copy each unit's gradients to divide them by 1
         _sum_gradients(model)
-    _spare_embeddings(units)
+    _keep_embeddings_sharded_in_backward(units)
     _prefetch([model, *(unit[0] for unit in units)], parallelism)
 
 
-def _kept_out(
+def _ignored_parameters(
     model: nn.Module, mesh: DeviceMesh, parallelism: Parallelism, precision: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
-    """The parameters that a run of one rank leaves out of FSDP, which would copy each of them twice a step.
+    """Return the parameters that FSDP ignores on one rank, where it would copy each of them twice per step.
 
-    They are stored in the precision in which they are computed with, so that nothing is cast. Gradients are
-    then added up in that precision, as FSDP does where it reduces each micro-batch.
+    They are stored in the compute dtype, so that nothing is cast. Their gradients are accumulated in that
+    dtype, as FSDP does when it reduces each micro-batch.
     """
-    skips = parallelism.fsdp_skip_on_one_rank and device_type(mesh.device_type) in SKIPPING
+    skips = parallelism.fsdp_skip_on_one_rank and device_type(mesh.device_type) in SKIP_DEVICES
     if dist.get_world_size() > 1 or not skips:
         return set()
-    computed = precision.param_dtype
+    dtype = precision.param_dtype
     return {
         parameter
         for parameter in model.parameters()
-        if (parameter.dtype == computed and (parallelism.fsdp_sync_each_batch or not parameter.requires_grad))
+        if (parameter.dtype == dtype and (parallelism.fsdp_sync_each_batch or not parameter.requires_grad))
         or not parameter.is_floating_point()
     }
 
 
 def root_modules(model: Decoder) -> set[nn.Module]:
-    """Modules that no unit may hold, since both ends of the forward need them: a tied embedding."""
+    """Return the modules that must stay in FSDP's root: a tied embedding, which both ends of the forward
+    read."""
     embedding = table(model.args)[EMBEDDING]
     return {model.tok_embeddings} if model.tok_embeddings is not None and not embedding.unit else set()
 
 
 def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
-    """Groups of modules of ``model``, or of a stage of it, each one FSDP unit, in forward order."""
-    there = dict(model.named_modules())
-    units = [[there[name] for name in unit if name in there] for unit in table(model.args).units()]
+    """Return the modules of each FSDP unit of ``model``, or of a stage of it, in forward order."""
+    modules = dict(model.named_modules())
+    units = [[modules[name] for name in unit if name in modules] for unit in table(model.args).units()]
     return [unit for unit in units if unit]
 
 
 def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Say before each forward whether it is the step's last: what is communicated depends on it.
+    """Set up gradient reduction and resharding before the forward of a micro-batch; ``last`` is the step's
+    last.
 
-    By default a micro-batch is reduce-scattered (so gradients stay sharded) and replicas are
-    all-reduced once, in the last. Without ``fsdp_sync_each_batch`` nothing is reduced before the last, and
-    gradients stay whole until then, in the reduce precision. Parameters that are kept for backward
-    ("never") are kept for the next micro-batch too.
+    By default each micro-batch reduce-scatters its gradients, which stay sharded, and the last one
+    all-reduces over replicas. Without ``fsdp_sync_each_batch`` only the last one reduces, and gradients stay
+    unsharded until then, in the reduce dtype. Parameters that are not resharded after forward ("never") also
+    stay gathered until the next micro-batch.
 
-    torch's ``set_is_last_backward`` is left alone: without the clean-up at the end of a backward, the
-    next one would prefetch past its first unit, an all-gather that nothing uses.
+    torch's ``set_is_last_backward`` is not used: without the cleanup at the end of a backward, the next one
+    would prefetch past its first unit, an all-gather that nothing uses.
     """
     root = _fsdp(model)
     if parallelism.fsdp_sync_each_batch:
@@ -171,74 +172,73 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Communicate through shared memory within a group of gloo's that is on one machine; else leave it."""
+    """Use shared memory for collectives of a gloo group whose ranks are all on this machine."""
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() > 1 and dist.get_backend(group) == GLOO:
         share_memory(model, group)
 
 
-def _reduces_alone(mesh: DeviceMesh) -> bool:
-    """Say if :class:`Whole` reduces the gradients. On CUDA the all-reduce of replicas reads them on a stream
-    that it does not know."""
+def _skips_reduce_scatter(mesh: DeviceMesh) -> bool:
+    """Return whether to use :class:`NoReduceScatter`. On CUDA the all-reduce over replicas reads gradients on
+    another stream, which it does not record."""
     return mesh.size(mesh.ndim - 1) == 1 and (mesh.device_type == "cpu" or mesh.size() == 1)
 
 
-class Whole:
-    """The reduce-scatter of a rank that is alone: its gradients are the sum, in the memory that they were
-    copied to, of which torch would make another copy."""
+class NoReduceScatter:
+    """Reduce-scatter of a group of one rank: returns the input, of which torch would make a copy."""
 
     def __init__(self) -> None:
-        self.given: Tensor | None = None
+        self.input: Tensor | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        # torch asks for the input, and then for the output.
-        if self.given is None:
-            self.given = torch.empty(*size, dtype=dtype, device=device)
-            return self.given
-        given, self.given = self.given, None
-        if given.is_cuda:
-            # Allocated on the stream of backward, read on this one, of the reduction: without the record its
-            # memory would go to the next unit's gradients while an update in backward still reads it.
-            given.record_stream(torch.cuda.current_stream())
-        return given
+        # torch first allocates the input, then the output.
+        if self.input is None:
+            self.input = torch.empty(*size, dtype=dtype, device=device)
+            return self.input
+        output, self.input = self.input, None
+        if output.is_cuda:
+            # Allocated on the stream of backward, read on that of the reduction: without the record, its
+            # memory would be reused for the next unit's gradients while an update in backward still reads it.
+            output.record_stream(torch.cuda.current_stream())
+        return output
 
     def __call__(self, *_: object, **__: object) -> None:
         return None
 
 
-def _spare_embeddings(units: Sequence[Sequence[nn.Module]]) -> None:
-    """The backward of a lookup does not read the table: do not gather it."""
+def _keep_embeddings_sharded_in_backward(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Disable the all-gather of embeddings in backward, which does not read them."""
     for unit in units:
         if all(isinstance(module, nn.Embedding) for module in unit):
             _fsdp(unit[0]).set_unshard_in_backward(False)
 
 
 def _prefetch(modules: Sequence[nn.Module], parallelism: Parallelism) -> None:
-    """Have each unit ask for the next ones.
+    """Set which units each unit prefetches.
 
     ``modules``: the root and the first module of each unit, in the order in which their forwards begin.
     """
     if depth := parallelism.fsdp_forward_prefetch:
-        held: set[nn.Module] = set()
+        nested: set[nn.Module] = set()
         for position, module in enumerate(modules):
             ahead = modules[position + 1 : position + 1 + depth]
-            # Activation checkpointing runs inner units again in backward, when the next block is done.
-            if module in held:
-                ahead = [other for other in ahead if other in held]
+            # Activation checkpointing reruns nested units in backward, after that of the next block.
+            if module in nested:
+                ahead = [other for other in ahead if other in nested]
             elif position:
-                held = set(module.modules())
+                nested = set(module.modules())
             _fsdp(module).set_modules_to_forward_prefetch([_fsdp(other) for other in ahead])
-    if (depth := parallelism.fsdp_backward_prefetch) > 1:  # one is what torch does by itself
-        backward = by_end(modules)[::-1]
+    if (depth := parallelism.fsdp_backward_prefetch) > 1:  # torch prefetches one by default
+        backward = in_end_order(modules)[::-1]
         for position, module in enumerate(backward):
             ahead = backward[position + 1 : position + 1 + depth]
             _fsdp(module).set_modules_to_backward_prefetch([_fsdp(other) for other in ahead])
 
 
-def by_end(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules in the order in which their forwards end, from that in which they begin."""
+def in_end_order(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Reorder modules from the order in which their forwards begin to that in which they end."""
     ended: list[nn.Module] = []
     running: list[nn.Module] = []
     for module in modules:

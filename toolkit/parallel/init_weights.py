@@ -1,13 +1,12 @@
-"""Initial weights that depend on the seed and the parameter's name alone, not on the mesh.
+"""Initial weights that depend only on the seed and the parameter's name, not on the mesh.
 
-A parameter is cut into blocks of whole rows. A block's numbers come from a generator keyed by a hash
-of (seed, name, block), and a rank draws only the blocks that its shard overlaps, on CPU in fp32, then
-cuts, casts and copies. Every layout so gets the same bits: neither a full parameter nor
-communication is needed.
+A parameter is divided into blocks of rows, each drawn by a generator keyed by a hash of (seed, name, block).
+A rank draws the blocks that overlap its shard, on CPU in fp32, then slices, casts and copies them. Every
+layout gets the same bits without full parameters or communication.
 
-Generators are numpy's: a key of 128 bits (torch's CPU generator keeps 32 of its seed, and blocks of a
-large model would collide) and the same bits on every CPU (torch's depend on its vector width).
-About 8 ns a number and thread.
+The generators are numpy's: they have 128-bit keys (torch's CPU generator uses 32 bits of its seed, so blocks
+of a large model would collide) and produce the same bits on every CPU (torch's depend on the vector width).
+Drawing takes about 8 ns per element and thread.
 """
 
 from __future__ import annotations
@@ -22,29 +21,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.distributed.dtensor import Filled, clean_name, part_to_fill
+from toolkit.distributed.dtensor import Fillable, clean_name, fillable_shard
 from toolkit.launcher.environment import threads
 from toolkit.models.common.table import Init
 
 BLOCK_ELEMENTS = 1 << 18
-"""Numbers in a block, at most, unless a single row has more. Changing it changes every initialisation."""
+"""Maximum number of elements in a block, unless a single row has more. Changing it changes all initial
+weights."""
 
 
 @torch.no_grad()
 def initialize(
-    parameters: Iterable[tuple[str, Tensor | Filled]], seed: int, rules: Callable[[str], Init]
+    parameters: Iterable[tuple[str, Tensor | Fillable]], seed: int, rules: Callable[[str], Init]
 ) -> None:
-    """Fill each parameter, DTensor or plain, in place; bit-identical on any mesh.
+    """Fill each parameter, DTensor or plain, in place, with the same bits on any mesh.
 
-    ``rules`` gives the distribution of a parameter by its name without wrappers' prefixes.
+    ``rules`` returns the distribution of a parameter by its name without the prefixes of wrappers.
 
     Raises:
-        ValueError: a parameter is on the meta device and has no storage to fill.
+        ValueError: a parameter is on the meta device.
     """
     with ThreadPoolExecutor(threads()) as pool:
         for wrapped_name, parameter in parameters:
             name = clean_name(wrapped_name)
-            local, offset = part_to_fill(parameter)
+            local, offset = fillable_shard(parameter)
             if local.is_meta:
                 raise ValueError(f"{name} is on the meta device: call to_empty before initialize")
             rule = rules(name)
@@ -52,53 +52,53 @@ def initialize(
                 local.fill_(rule.mean)
             elif math.prod(local.shape):
                 fills = _fills(local, offset, parameter.shape, rule, f"{seed}/{name}")
-                for done in [pool.submit(fill) for fill in fills]:  # in parallel, a parameter at a time
-                    done.result()
+                for future in [pool.submit(fill) for fill in fills]:  # in parallel, one parameter at a time
+                    future.result()
 
 
 def initial_rows(name: str, seed: int, rule: Init, shape: Sequence[int], rows: slice) -> Tensor:
-    """Rows of a parameter of ``shape`` as :func:`initialize` fills them, in fp32."""
-    part = torch.empty(rows.stop - rows.start, *shape[1:])
+    """Return rows of a parameter of ``shape`` as :func:`initialize` fills them, in fp32."""
+    out = torch.empty(rows.stop - rows.start, *shape[1:])
     if rule.std == 0:
-        return part.fill_(rule.mean)
-    for fill in _fills(part, (rows.start, *(0 for _ in shape[1:])), shape, rule, f"{seed}/{name}"):
+        return out.fill_(rule.mean)
+    for fill in _fills(out, (rows.start, *(0 for _ in shape[1:])), shape, rule, f"{seed}/{name}"):
         fill()
-    return part
+    return out
 
 
 def _fills(
-    local: Tensor | Filled, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str
+    local: Tensor | Fillable, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str
 ) -> Iterator[Callable[[], None]]:
-    """Calls that each draw a block and copy its part into ``local``, in any order."""
+    """Yield functions that each draw a block and copy its part into ``local``, to be called in any order."""
     columns = tuple(
         slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
     )
     first, last = offset[0], offset[0] + local.shape[0]
 
-    def one(block: int, rows: tuple[int, int]) -> None:
-        numbers = _draw(f"{key}/{block}", (rows[1] - rows[0], *shape[1:]), rule)
+    def fill(block: int, rows: tuple[int, int]) -> None:
+        values = _draw(f"{key}/{block}", (rows[1] - rows[0], *shape[1:]), rule)
         start, stop = max(rows[0], first), min(rows[1], last)
-        mine = (slice(start - rows[0], stop - rows[0]), *columns)
-        local[start - first : stop - first].copy_(torch.from_numpy(np.ascontiguousarray(numbers[mine])))
+        overlap = (slice(start - rows[0], stop - rows[0]), *columns)
+        local[start - first : stop - first].copy_(torch.from_numpy(np.ascontiguousarray(values[overlap])))
 
     for block, rows in _row_blocks(shape, first, last):
-        yield partial(one, block, rows)
+        yield partial(fill, block, rows)
 
 
 def _row_blocks(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(index, (start row, end row)) of each block that overlaps rows ``first`` … ``last`` − 1."""
+    """Yield (index, (start row, end row)) of each block that overlaps rows ``first`` … ``last`` − 1."""
     rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
     for block in range(first // rows, -(-last // rows)):
         yield block, (block * rows, min((block + 1) * rows, shape[0]))
 
 
 def _draw(key: str, shape: Sequence[int], rule: Init) -> np.ndarray:
-    """The block's numbers in fp32. Always the whole block: redrawn ones follow those drawn first."""
+    """Draw the full block in fp32; values beyond the cut are redrawn after all others."""
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
-    numbers = generator.standard_normal(math.prod(shape), dtype=np.float32)
-    while math.isfinite(rule.cut) and len(beyond := np.flatnonzero(np.abs(numbers) > rule.cut)):
-        numbers[beyond] = generator.standard_normal(len(beyond), dtype=np.float32)
-    numbers *= np.float32(rule.std)
-    numbers += np.float32(rule.mean)
-    return numbers.reshape(shape)
+    values = generator.standard_normal(math.prod(shape), dtype=np.float32)
+    while math.isfinite(rule.cut) and len(beyond := np.flatnonzero(np.abs(values) > rule.cut)):
+        values[beyond] = generator.standard_normal(len(beyond), dtype=np.float32)
+    values *= np.float32(rule.std)
+    values += np.float32(rule.mean)
+    return values.reshape(shape)

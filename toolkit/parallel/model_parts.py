@@ -1,7 +1,7 @@
-"""The parts of the model that this rank has, and how a batch goes through them.
+"""This rank's part of the model, and running a batch through it.
 
-One model, or under pipeline parallelism some of its stages (:mod:`toolkit.parallel.pipeline_parallel`).
-Losses are sums, of which each rank returns a share: over the world they add up to the batch's.
+The part is the whole model, or some pipeline stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
+sums; the values of all ranks add up to those of the batch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.objective import MicroBatch, Objective
 
-if TYPE_CHECKING:  # read only by runs that split sequences
+if TYPE_CHECKING:  # imported only by runs that shard sequences
     from toolkit.parallel.sequence_shards import SequenceShards
 
 
 class ModelParts(ABC):
-    """The stages of a model that this rank has.
+    """The stages of a model on this rank.
 
     Attributes:
         models: the stages, in order.
-        objective: what is made of the last stage's output.
-        names: what is reported beside the loss, by the objective and by blocks.
-        is_loss_rank: this rank's labels count, and not the same ones of another rank of its pp and tp groups.
-        after_update: to be called after each update of the parameters.
-        connect: to be called when the parameters have got storage later, for what converters keep of them.
+        objective: the objective computed from the last stage's output.
+        names: metrics of the objective and of blocks, logged in addition to the loss.
+        is_loss_rank: this rank's labels are counted, rather than those of another rank of its pp and tp
+            groups.
+        after_update: functions to call after each optimizer step.
+        connect: function to call when parameters got new storage, for converters that refer to it.
     """
 
     def __init__(
@@ -49,43 +50,44 @@ class ModelParts(ABC):
         self.after_update: list[Callable[[], None]] = []
         self.connect: Callable[[], object] | None = None
         args = models[0].args
-        self._of_blocks = tuple(spec(args.family).reported(args))
-        self.names = (*objective.names, *self._of_blocks)
+        self._block_metrics = tuple(spec(args.family).metric_names(args))
+        self.names = (*objective.names, *self._block_metrics)
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank by clean names, each of the model's on some rank."""
+        """Yield this rank's parameters by clean names; every parameter of the model is on some rank."""
         for model in self.models:
             for name, parameter in model.named_parameters():
                 yield clean_name(name), parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of this rank by clean names."""
+        """Yield this rank's buffers by clean names."""
         for model in self.models:
             for name, buffer in model.named_buffers():
                 yield clean_name(name), buffer
 
     def tied_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters beside these, by the names of those that they repeat on another rank, or here."""
+        """Yield additional parameters that are copies, by the names of their originals."""
         return iter(())
 
     def refresh_tied_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-        """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
-        assert not copies, "a whole model has none"
+        """Set the tensors of ``copies`` to those of the same names in ``tensors``, on whichever rank they
+        are."""
+        assert not copies, "a whole model has no tied copies"
 
-    def forget_scales(self) -> None:
-        """Leave aside what float8 has found of weights that others have been loaded over since."""
+    def reset_float8_scales(self) -> None:
+        """Discard the float8 scales computed before new weights were loaded."""
         for model in self.models:
             for module in model.modules():
-                if forget := getattr(module, "forget_scale", None):
-                    forget()
+                if reset := getattr(module, "reset_scale", None):
+                    reset()
 
     def prepare(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
-        """The micro-batch on ``device``, cut to what this rank computes of its sequences. Documents stay
-        whole, since attention looks at all of them."""
-        batch = {name: None if value is None else _moved(value, device) for name, value in batch.items()}
+        """Return the micro-batch on ``device``, with this rank's part of its sequences. Documents stay whole,
+        because attention needs all of them."""
+        batch = {name: None if value is None else _to_device(value, device) for name, value in batch.items()}
         batch = self.objective.prepare(batch)
         if self.shards is None:
             return batch
@@ -93,51 +95,54 @@ class ModelParts(ABC):
         assert tokens is not None
         if batch["positions"] is None:
             batch["positions"] = torch.arange(tokens.shape[1], device=device)[None]
-        cut = {name: batch[name] for name in ("tokens", "labels", "positions", *self.objective.token_fields)}
-        return batch | {name: None if x is None else self.shards.cut(x) for name, x in cut.items()}
+        names = ("tokens", "labels", "positions", *self.objective.token_fields)
+        fields = {name: batch[name] for name in names}
+        return batch | {name: None if x is None else self.shards.shard(x) for name, x in fields.items()}
 
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Forward and backward of a step's prepared micro-batches, losses times ``scale``.
+        """Run forward and backward of a step's prepared micro-batches, with losses times ``scale``.
 
-        Gradients are summed over all ranks. Returns this rank's share of the sums of objective and blocks
-        without ``scale``, (1 + names,) fp64, the objective's loss first.
+        Gradients are summed over all ranks. Returns this rank's part of the sums of the loss and of
+        ``names``,
+        without ``scale``: (1 + names,) fp64.
         """
-        sums = [model.block_sums for model in self.models]
-        for it in sums:
-            it.scale = scale
+        stages = [model.block_sums for model in self.models]
+        for sums in stages:
+            sums.scale = scale
         try:
             objective = self._backward(batches, scale)
         finally:
-            for it in sums:
-                it.scale = None
-        blocks = [torch.stack([it.take(name, objective) for it in sums]).sum() for name in self._of_blocks]
-        return torch.cat([objective, torch.stack(blocks)]) if blocks else objective
+            for sums in stages:
+                sums.scale = None
+        metrics = [
+            torch.stack([sums.take(name, objective) for sums in stages]).sum() for name in self._block_metrics
+        ]
+        return torch.cat([objective, torch.stack(metrics)]) if metrics else objective
 
     @abstractmethod
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """See :meth:`backward`; returns the sums of the objective alone."""
+        """Implement :meth:`backward`. Returns only the sums of the objective."""
 
     @abstractmethod
     def loss(self, batch: MicroBatch) -> Tensor:
-        """This rank's share of the objective's sums of a prepared batch, for use without gradients."""
+        """Return this rank's part of the objective's sums over a prepared batch, without gradients."""
 
     def end_evaluation(self) -> None:
-        """Free what :meth:`loss` has gathered: units that wait for their backward would stay gathered, full
-        copies in the computing precision, which a checkpoint would then save in place of the shards."""
+        """Reshard after :meth:`loss`: units that wait for a backward would stay gathered in the compute
+        dtype, and a checkpoint would save these in place of the shards."""
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``, without a wait: of memory that is not page-locked CUDA makes a copy of its own,
-    piece by piece, each when what the device has to do before is done."""
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy ``x`` to ``device`` without blocking, which CUDA does only from pinned memory."""
     return (x.pin_memory() if device.type == "cuda" and x.is_cpu else x).to(device, non_blocking=True)
 
 
 class SingleModel(ModelParts):
-    """The whole model on this rank; micro-batches one after the other."""
+    """The whole model on this rank, running micro-batches one after another."""
 
     def __init__(
         self,

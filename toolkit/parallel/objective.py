@@ -1,4 +1,4 @@
-"""The objective of a run: a mean over its global batch, of sums that each micro-batch gives a share of."""
+"""Training objectives: means over the global batch, from sums over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from torch import Tensor, nn
 from toolkit.loss import IGNORED_LABEL
 
 MicroBatch = dict[str, Tensor | None]
-"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None; ``weights`` (B, S) where
-tokens have some; and an objective's own."""
+"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None; ``weights`` (B, S) for
+weighted tokens; and the fields of an objective."""
 
 
 def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
-    """How many labels of these micro-batches count: an int64 scalar on their device."""
+    """Count the labels of these micro-batches that are not ignored. Returns an int64 scalar on their
+    device."""
     counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]  # type: ignore[union-attr]
     return torch.stack(counts).sum()
 
 
 def divisor(count: Tensor) -> Tensor:
-    """Divisor of a batch's sums for their means, 1 where nothing counts: loss and gradient are 0, not 0/0."""
+    """Return the divisor of a batch's sums; 1 if nothing counts, so that loss and gradient are 0, not 0/0."""
     return torch.where(count > 0, count, 1)
 
 
 class Objective:
-    """The loss of the next token, a mean over tokens.
+    """The next-token loss, averaged over tokens.
 
     Attributes:
-        reduction: what it takes from the head: the sum of the losses of tokens, or with "none" each of them.
-        names: what is reported beside the loss.
-        fields: what it adds to a micro-batch, a row for each of its own.
-        token_fields: those of them that are of tokens.
+        reduction: the head's reduction of token losses, "sum" or "none".
+        names: metrics that are logged in addition to the loss.
+        fields: fields that it adds to a micro-batch, with one row per sample.
+        token_fields: those of them with one column per token.
     """
 
     reduction = "sum"
@@ -41,29 +42,28 @@ class Objective:
     token_fields: tuple[str, ...] = ()
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch of whole sequences with what the objective adds."""
+        """Add the objective's fields to a micro-batch of full sequences."""
         return batch
 
     def with_reference(
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> MicroBatch:
-        """The prepared micro-batch with what the model is compared with, where it is; ``forward`` takes one
-        through ``models``."""
+        """Add the results of the reference model, if there is one, to the prepared micro-batch; ``forward``
+        runs a micro-batch through ``models``."""
         return batch
 
     def count(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Count what the mean is over in this rank's part of these micro-batches."""
+        """Return this rank's part of the divisor of the mean over these micro-batches."""
         return count_valid(batches)
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sum up what the model gave: the loss with its gradient, and this rank's share of the sums that are
-        reported (1 + names,), the loss first, fp64."""
+        """Return the summed loss with its gradient, and this rank's part of the sums of loss and metrics:
+        (1 + names,) fp64."""
         return output, output.detach().double()[None]
 
 
 class WeightedObjective(Objective):
-    """The loss of the next token, a mean over tokens by the weights of their labels, which are 1 where a
-    micro-batch has none."""
+    """The next-token loss, averaged with the weights of the labels, which default to 1."""
 
     reduction = "none"
     fields = token_fields = ("weights",)

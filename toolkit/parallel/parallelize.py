@@ -1,4 +1,4 @@
-"""The order in which techniques are applied to a model on the meta device, and nothing else."""
+"""The order in which parallelism techniques are applied to a model on the meta device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.models.parameters import table
 from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 from toolkit.parallel.mesh import Mesh
 
-if TYPE_CHECKING:  # read only by runs that use it
+if TYPE_CHECKING:  # imported only by runs that use it
     from toolkit.parallel.sequence_shards import SequenceShards
 
 
@@ -30,10 +30,10 @@ def parallelize(
     ring: bool = False,
     pareto_folder: Path | None = None,
 ) -> None:
-    """Make ``model``, or a pipeline stage of it, a sharded one, in place. ``fully_shard`` is applied at every
-    size, 1 included.
+    """Parallelize ``model``, or a pipeline stage of it, in place. ``fully_shard`` is applied even on one
+    rank.
 
-    ``shards`` None are whole sequences; ``ring`` hands keys and values of parts from rank to rank.
+    ``shards`` None means that sequences are not split; ``ring`` uses ring attention.
     """
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
@@ -49,9 +49,9 @@ def parallelize(
 
         assert mesh.cp
         apply_context_parallel(model, shards, mesh.cp, ring=ring)
-    # torch 2.13 cannot compile a whole checkpointed block of DTensors; around the compiled block it can be.
+    # torch 2.13 cannot compile a checkpointed block of DTensors, but can checkpoint a compiled block.
     outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective") and not checkpointing.by_operator
-    # The compiler has a memory budget of its own, also where nothing is wrapped.
+    # Sets the compiler's memory budget even if no block is wrapped.
     checkpoints = checkpointing.mode != "none" or compiling.enable
     if checkpoints and not outside:
         from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -67,9 +67,9 @@ def parallelize(
 
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
     if mesh.tp and parallelism.tensor_parallel_recompute_allgather:
-        from toolkit.parallel.tensor_parallel import gather_again
+        from toolkit.parallel.tensor_parallel import recompute_gathers
 
-        gather_again(model.layers)
+        recompute_gathers(model.layers)
     if checkpointing.enable_activation_offloading:
         from toolkit.parallel.activation_offload import apply_activation_offload
 

@@ -1,14 +1,15 @@
-"""Pipeline parallelism: the blocks in stages over ranks, run by torch's schedules.
+"""Pipeline parallelism: blocks in stages over ranks, run by torch's schedules.
 
-All micro-batches of a step, accumulated ones included, go through one run of the schedule, since each run
-reduces gradients once at its end. Stages have static shapes: the first takes tokens (b, S), the others
-hidden states (b, S, D), of which tensor parallelism holds a piece of S; the last returns its micro-batch's
-loss, of which the objective makes what is minimised. Every stage gets positions, documents and labels,
-which all ranks of a pipeline have read.
+All micro-batches of a step, including gradient accumulation, go through one run of the schedule, because each
+run reduces gradients once at its end. Stages have static shapes: the first takes tokens (b, S), the others
+hidden states (b, S, D), with S split by tensor parallelism; the last returns the loss of its micro-batch,
+from which the objective is computed. Every stage gets positions, documents and labels, which all ranks of a
+pipeline read.
 
-A tied head lies on another stage than the embedding: it is a copy with the same initial weights, and the
-gradients of both are added, so that both take the same updates. Which of the two ranks adds which to which
-does not matter to the bit, since a sum of two numbers is the same either way around.
+A tied head is on another stage than the embedding: it is a copy with the same initial weights, and the
+    gradients of
+both are summed, so that both get the same updates. The two ranks add in different orders with the same
+result, bit for bit, because addition of two values is commutative.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from toolkit.parallel.sequence_shards import SequenceShards
 TIED = "tok_embeddings.weight"
 
 
-def cut(model: Decoder, modules: Sequence[str]) -> None:
-    """Leave of ``model``, on the meta device, the stage of these modules, in place.
+def keep_stage(model: Decoder, modules: Sequence[str]) -> None:
+    """Remove all modules but those of a stage from ``model``, on the meta device, in place.
 
-    A tied head without the embedding gets a weight of its own, the copy.
+    A tied head without the embedding gets a weight, the copy.
     """
     if "tok_embeddings" not in modules:
         if model.args.tie_embeddings and model.output is not None:
@@ -54,10 +55,13 @@ def cut(model: Decoder, modules: Sequence[str]) -> None:
 
 
 class Pipeline(ModelParts):
-    """Stages of this rank, in the order of ``stages_of_ranks``, which has the stages of each rank.
+    """Pipeline stages of this rank.
 
-    ``micro_batch`` are the samples of one. ``schedule`` is torch's name; ``csv`` a file of one's own in its
-    place. ``hidden_dtype`` is that of hidden states.
+    Args:
+        models: this rank's stages, in the order of its entry in ``stages_of_ranks``.
+        stages_of_ranks: the stages of each rank.
+        schedule: name of torch's schedule; ``csv`` is a file with a custom one in its place.
+        micro_batch: samples per micro-batch.
     """
 
     def __init__(
@@ -86,14 +90,14 @@ class Pipeline(ModelParts):
         self.owner = {stage: rank for rank, stages in enumerate(stages_of_ranks) for stage in stages}
         self.stages = dict(zip(stages_of_ranks[self.rank], models, strict=True))
         self.last = len(self.owner) - 1
-        # Of a tp group, whose ranks have the same loss, one counts.
+        # The ranks of a tp group have the same loss, so one of them counts.
         self.is_loss_rank = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
-        self.schedule: Any = None  # made at the first step, which knows its shapes
+        self.schedule: Any = None  # built in the first step, when shapes are known
         self._scale = torch.ones((), dtype=torch.float64, device=device)
         self._total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
         self._fields: MicroBatch = {}
 
-    # What this rank has
+    # Parameters
 
     @property
     def args(self) -> Any:
@@ -111,31 +115,30 @@ class Pipeline(ModelParts):
             yield TIED, head.weight
 
     def refresh_tied_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-        """Set the tensors of ``copies`` to those of the same names in ``tensors``, wherever these are."""
         if not self.args.tie_embeddings:
             return
         first, last = self.owner[0], self.owner[self.last]
-        mine = (
-            [local(tensors[name]) for name in sorted(tensors) if TIED in name] if self.rank == first else []
-        )
-        theirs = [local(copies[name]) for name in sorted(copies)] if self.rank == last else []
+        names = sorted(name for name in tensors if TIED in name)
+        sources = [local(tensors[name]) for name in names] if self.rank == first else []
+        targets = [local(copies[name]) for name in sorted(copies)] if self.rank == last else []
         if first == last:
-            for source, target in zip(mine, theirs, strict=True):
+            for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
-        for source in mine if first != last else []:
+            return
+        for source in sources:
             dist.send(source.to(self.device), group=self.group, group_dst=last)
-        for target in theirs if first != last else []:
+        for target in targets:
             received = torch.empty_like(target, device=self.device)
             dist.recv(received, group=self.group, group_src=first)
             target.copy_(received)
 
-    # A step
+    # Training step
 
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        pieces = [piece for batch in batches for piece in self._pieces(batch)]
-        batches = [self.objective.with_reference(piece, self.models, self._forward) for piece in pieces]
+        split = [micro_batch for batch in batches for micro_batch in self._split(batch)]
+        batches = [self.objective.with_reference(batch, self.models, self._forward) for batch in split]
         tokens, positions, documents, labels = self._inputs(batches)
-        self._fields = {name: _joined(batches, name) for name in self.objective.fields}
+        self._fields = {name: _concat(batches, name) for name in self.objective.fields}
         if self.schedule is None:
             self.schedule = self.new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])
         self._scale = scale
@@ -151,28 +154,28 @@ class Pipeline(ModelParts):
         return self._total * self.is_loss_rank
 
     def _inputs(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """All rows of the step's micro-batches, as the schedule cuts them again."""
-        tokens, labels, positions = (_joined(batches, name) for name in ("tokens", "labels", "positions"))
+        """Concatenate the step's micro-batches; the schedule splits them again."""
+        tokens, labels, positions = (_concat(batches, name) for name in ("tokens", "labels", "positions"))
         assert tokens is not None and labels is not None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        if len(positions) < len(tokens):  # one row for all of each micro-batch
+        if len(positions) < len(tokens):  # one row for all rows of a micro-batch
             positions = positions[:1].expand_as(tokens)
-        return tokens, positions, _joined(batches, "documents"), labels
+        return tokens, positions, _concat(batches, "documents"), labels
 
-    def _pieces(self, batch: MicroBatch) -> list[MicroBatch]:
-        """The rows of ``batch`` as the micro-batches of the schedule."""
+    def _split(self, batch: MicroBatch) -> list[MicroBatch]:
+        """Split the rows of ``batch`` into the micro-batches of the schedule."""
         tokens = batch["tokens"]
         assert tokens is not None
-        parts = {
+        fields = {
             name: x.split(self.micro_batch)
             for name, x in batch.items()
             if x is not None and len(x) == len(tokens)
         }
-        return [batch | dict(zip(parts, piece, strict=True)) for piece in zip(*parts.values(), strict=True)]
+        return [batch | dict(zip(fields, rows, strict=True)) for rows in zip(*fields.values(), strict=True)]
 
     def new_schedule(self, count: int, length: int) -> Any:
-        """The schedule of ``count`` micro-batches of ``length`` tokens on this rank."""
+        """Build this rank's schedule of ``count`` micro-batches of ``length`` tokens."""
         tokens = torch.empty(self.micro_batch, length, dtype=torch.int64, device="meta")
         hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()
         loss_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
@@ -191,50 +194,54 @@ class Pipeline(ModelParts):
             )
             for index, model in self.stages.items()
         ]
-        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._scaled, "scale_grads": False}
+        options: dict[str, Any] = {
+            "n_microbatches": count,
+            "loss_fn": self._scaled_loss,
+            "scale_grads": False,
+        }
         if self.csv:
-            return self._schedule_of_file(self.csv, ScheduleRuntime(stages, **options), stages, count)
-        chosen = get_schedule_class(self.schedule_name)
-        return chosen(stages[0] if issubclass(chosen, PipelineScheduleSingle) else stages, **options)
+            return self._load_schedule(self.csv, ScheduleRuntime(stages, **options), stages, count)
+        schedule = get_schedule_class(self.schedule_name)
+        return schedule(stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages, **options)
 
-    def _schedule_of_file(self, csv: Path, schedule: Any, stages: Sequence[PipelineStage], count: int) -> Any:
-        """Fill a schedule from a file, which torch checks.
+    def _load_schedule(self, csv: Path, schedule: Any, stages: Sequence[PipelineStage], count: int) -> Any:
+        """Load a schedule from a file, which torch validates.
 
         Raises:
-            ConfigError: it is no schedule of these stages and micro-batches; alike on every rank.
+            ConfigError: it is not a schedule of these stages and micro-batches; raised on every rank.
         """
-        # The file may place stages in a V, which is not what torch assumes.
+        # The file may assign stages in a V, unlike torch's default.
         for each in (schedule, *stages):
             each.stage_index_to_group_rank = self.owner
         try:
             load_schedule(schedule, str(csv))
-            fault = "it gives the ranks other stages"
-        except Exception as error:  # torch raises nearly anything for what is malformed
-            fault = f"torch refuses it: {str(error).partition(chr(10))[0]}"
+            problem = "it assigns other stages to the ranks"
+        except Exception as error:  # torch raises nearly anything for a malformed file
+            problem = f"torch rejects it: {str(error).partition(chr(10))[0]}"
         else:
             if schedule.stage_index_to_group_rank == self.owner:
                 return schedule
         ranks = ", ".join(f"{stage} on rank {rank}" for stage, rank in self.owner.items())
         fix = f"correct it for {count} micro-batches through the stages {ranks}"
         key = "parallelism.pipeline_parallel_schedule_csv"
-        raise ConfigError(Problem(fault, fix, key, str(csv)))
+        raise ConfigError(Problem(problem, fix, key, str(csv)))
 
-    def _scaled(self, output: Tensor, rows: Tensor) -> Tensor:
-        """The loss of the rows that a micro-batch has of those of the step."""
+    def _scaled_loss(self, output: Tensor, rows: Tensor) -> Tensor:
+        """Return the loss of a micro-batch; ``rows`` are its rows among those of the step."""
         loss, sums = self.objective(output, {name: _rows(x, rows) for name, x in self._fields.items()})
         self._total += sums
         return loss * self._scale.to(loss.dtype)
 
     def _add_tied_gradients(self) -> None:
-        """Give the embedding and its copy the sum of both gradients."""
+        """Set the gradients of the embedding and its copy to their sum."""
         if not self.args.tie_embeddings:
             return
         first, last = self.owner[0], self.owner[self.last]
-        mine = [parameter for name, parameter in self.named_parameters() if name == TIED]
-        mine += [parameter for _, parameter in self.tied_copies()]
-        if not mine or not mine[0].requires_grad:
+        tied = [parameter for name, parameter in self.named_parameters() if name == TIED]
+        tied += [parameter for _, parameter in self.tied_copies()]
+        if not tied or not tied[0].requires_grad:
             return
-        gradients = [local(parameter.grad) for parameter in mine]  # type: ignore[arg-type]
+        gradients = [local(parameter.grad) for parameter in tied]  # type: ignore[arg-type]
         if first == last:
             total = gradients[0] + gradients[1]
             for gradient in gradients:
@@ -251,7 +258,7 @@ class Pipeline(ModelParts):
             wait_for_work(work)
         gradients[0].add_(received.to(gradients[0].device))
 
-    # Without gradients
+    # Evaluation
 
     def loss(self, batch: MicroBatch) -> Tensor:
         batch = self.objective.with_reference(batch, self.models, self._forward)
@@ -261,8 +268,8 @@ class Pipeline(ModelParts):
         return self.objective(output, batch)[1] * self.is_loss_rank
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:
-        """The rows of ``batch`` through all stages in turn, at whatever shape they have; what the last gives,
-        where it is."""
+        """Run ``batch``, of any shape, through all stages in turn. Returns the output on the last stage's
+        rank."""
         tokens, positions, documents, labels = self._inputs([batch])
         hidden = tokens
         for index, model in self.stages.items():
@@ -278,9 +285,9 @@ class Pipeline(ModelParts):
         return torch.empty(rows, length // self.tp, self.args.dim, dtype=self.hidden_dtype, device=device)
 
 
-def _joined(batches: Sequence[MicroBatch], name: str) -> Tensor | None:
-    parts = [batch[name] for batch in batches]
-    return torch.cat(parts) if parts[0] is not None else None  # type: ignore[arg-type]
+def _concat(batches: Sequence[MicroBatch], name: str) -> Tensor | None:
+    tensors = [batch[name] for batch in batches]
+    return torch.cat(tensors) if tensors[0] is not None else None  # type: ignore[arg-type]
 
 
 def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""How a pipeline cuts the model into stages and hands them to ranks, and how its schedule fills a step:
-arithmetic, without torch."""
+"""Split of the model into pipeline stages, their assignment to ranks, and properties of schedules. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from toolkit.config.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class Schedule:
-    """``stages`` a rank needs: just as many, or at least as many where ``more`` are possible. ``v_shaped``
-    gives a rank the r-th and the r-th stage from the end. ``split_backward`` computes the gradients of
-    weights apart from those of inputs. ``needs`` is what it asks of the number of micro-batches: at least
-    as many as all "stages", or equally many in each of the "rounds" of about one a rank."""
+    """Requirements of a pipeline schedule.
+
+    Attributes:
+        stages: number of stages per rank; the minimum if ``more`` are possible.
+        v_shaped: rank r has the r-th stage and the r-th from the end.
+        split_backward: computes weight gradients separately from input gradients.
+        needs: requirement on the number of micro-batches: at least the number of "stages", or a multiple of
+            the number of "rounds" of about one micro-batch per rank.
+    """
 
     stages: int = 1
     more: bool = False
@@ -23,13 +28,13 @@ class Schedule:
     split_backward: bool = False
     needs: Literal["", "stages", "rounds"] = ""
 
-    def takes_stages(self, count: int, pp: int) -> bool:
-        """Say if it runs ``count`` stages on ``pp`` ranks."""
+    def supports_stages(self, count: int, pp: int) -> bool:
+        """Return whether it can run ``count`` stages on ``pp`` ranks."""
         each, rest = divmod(count, pp)
         return rest == 0 and (each >= self.stages if self.more else each == self.stages)
 
-    def takes_micro_batches(self, count: int, *, stages: int, pp: int) -> bool:
-        """Say if it runs ``count`` micro-batches a step through ``stages`` on ``pp`` ranks."""
+    def supports_micro_batches(self, count: int, *, stages: int, pp: int) -> bool:
+        """Return whether it can run ``count`` micro-batches per step through ``stages`` on ``pp`` ranks."""
         if self.needs == "stages":
             return count >= stages
         return self.needs == "" or count % max(1, count // pp) == 0
@@ -47,17 +52,17 @@ SCHEDULES = {
 """torch's pipeline schedules by name."""
 
 BASES = {"PipelineScheduleSingle": Schedule(), "PipelineScheduleMulti": Schedule(2, more=True)}
-"""torch's bases of schedules with one stage a rank and with several, which a file fills: torchtitan's names
-beside ``pipeline_parallel_schedule_csv``."""
+"""torch's base classes for schedules from a file with one and with several stages per rank, as torchtitan
+names them with ``pipeline_parallel_schedule_csv``."""
 
 
 def schedule_of(parallelism: Parallelism) -> Schedule:
-    """The schedule that ``parallelism`` names."""
+    """Return the schedule of ``parallelism``."""
     return (SCHEDULES | BASES)[parallelism.pipeline_parallel_schedule]
 
 
 def may_split_backward(parallelism: Parallelism) -> bool:
-    """Say if a backward may be computed in two halves; a schedule from a file may."""
+    """Return whether the schedule may split backwards into two halves; one from a file may."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     return schedule_of(parallelism).split_backward or bool(parallelism.pipeline_parallel_schedule_csv)
@@ -72,15 +77,19 @@ def stage_count(
     first_less: int,
     last_less: int,
 ) -> int:
-    """Stages of all ``pp`` ranks. The embedding is ``first_less`` layers, the head ``last_less``."""
+    """Return the total number of stages. The embedding counts as ``first_less`` layers, the head as
+    ``last_less``."""
     if layers_per_stage is None:
         return pp * schedule.stages
     return -(-(n_layers + first_less + last_less) // layers_per_stage)
 
 
 def stage_modules(n_layers: int, stages: int, *, first_less: int, last_less: int) -> list[list[str]]:
-    """Names of each stage's modules, the layers spread as evenly as they can be, the rest of the division
-    on the first stages. The embedding or the head may come out alone; :func:`is_cut` says whether it fits."""
+    """Return the module names of each stage, with layers distributed evenly and the remainder on the first
+    stages.
+
+    A stage may get only the embedding or the head; :func:`is_valid_split` checks the result.
+    """
     share, rest = divmod(n_layers + first_less + last_less, stages)
     counts = [share + (stage < rest) for stage in range(stages)]
     counts[0] -= first_less
@@ -95,25 +104,25 @@ def stage_modules(n_layers: int, stages: int, *, first_less: int, last_less: int
 
 
 def stages_of_ranks(stages: int, pp: int, schedule: Schedule) -> list[list[int]]:
-    """The stages of each rank, in order."""
+    """Return the stages of each rank, in order."""
     if schedule.v_shaped:
         return [[rank, stages - 1 - rank] for rank in range(pp)]
     return [list(range(rank, stages, pp)) for rank in range(pp)]
 
 
 def module_names(n_layers: int) -> list[str]:
-    """Every module that a stage can hold, in forward order."""
+    """Return the names of all modules that stages can contain, in forward order."""
     return ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), "norm", "output"]
 
 
-def is_cut(modules: list[list[str]], n_layers: int) -> bool:
-    """Check that stages of these modules hold something each, and together every module once, in order."""
-    return all(modules) and [name for part in modules for name in part] == module_names(n_layers)
+def is_valid_split(modules: list[list[str]], n_layers: int) -> bool:
+    """Return whether every stage has a module, and all stages together have every module once, in order."""
+    return all(modules) and [name for stage in modules for name in stage] == module_names(n_layers)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """``modules`` are the names of each stage's modules, ``of_ranks`` the stages of each rank."""
+    """Module names of each stage (``modules``), and stages of each rank (``of_ranks``)."""
 
     modules: list[list[str]]
     of_ranks: list[list[int]]
@@ -121,12 +130,12 @@ class Stages:
 
 @functools.lru_cache(maxsize=256)
 def _even_stages(n_layers: int, stages: int, first_less: int, last_less: int) -> list[list[str]]:
-    # A search for a layout asks thousands of times for the same few.
+    # Cached, because a layout search asks for the same few thousands of times.
     return stage_modules(n_layers, stages, first_less=first_less, last_less=last_less)
 
 
 def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
-    """The stages that ``parallelism`` asks for, right or wrong: the preflight checks them."""
+    """Return the stages that ``parallelism`` configures, unchecked: the preflight validates them."""
     pp, schedule = parallelism.pipeline_parallel_degree, schedule_of(parallelism)
     ends = {
         "first_less": parallelism.pipeline_parallel_first_stage_less_layers,
@@ -141,8 +150,8 @@ def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
 
 
 def bubble(name: str, micro_batches: int, *, stages: int, pp: int) -> float:
-    """The part of a step that ranks wait for one another, if forward, gradients of inputs and gradients of
-    weights of each stage take one unit of time each and communication none."""
+    """Return the fraction of step time that ranks idle, if forward, input gradients and weight gradients of a
+    stage take one unit of time each, and communication none."""
     each, ends = stages // pp, pp - 1
     short = max(0, pp - micro_batches)
     work = 3 * each * micro_batches

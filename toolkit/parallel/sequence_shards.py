@@ -1,4 +1,4 @@
-"""The part of a sequence that a rank of context parallelism has."""
+"""Sharding of sequences over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Which tokens of a sequence the ``rank``-th of ``size`` ranks has."""
+    """Assignment of the chunks of a sequence to ``size`` ranks; this is ``rank``."""
 
     rank: int
     size: int
     balanced: bool = True
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a sequence; its length must divide by it."""
+    def chunks(self) -> int:
+        """Number of chunks of a sequence, which must divide its length."""
         return self.size * 2 if self.balanced else self.size
 
     def of(self, rank: int) -> list[int]:
-        """The pieces of ``rank``, in ascending order."""
+        """Return the chunks of ``rank``, in ascending order."""
         return [rank, 2 * self.size - 1 - rank] if self.balanced else [rank]
 
-    def cut(self, x_BS: Tensor) -> Tensor:
-        """This rank's columns of ``x_BS``, in ascending order."""
-        parts = x_BS.chunk(self.pieces, dim=1)
-        return torch.cat([parts[piece] for piece in self.of(self.rank)], dim=1)
+    def shard(self, x_BS: Tensor) -> Tensor:
+        """Return this rank's columns of ``x_BS``, in ascending order."""
+        chunks = x_BS.chunk(self.chunks, dim=1)
+        return torch.cat([chunks[index] for index in self.of(self.rank)], dim=1)
 
-    def whole(self, gathered: Tensor) -> Tensor:
-        """Sequences (B, S, …) from what :meth:`cut` gives each rank, stacked as (size·B, S/size, …)."""
-        held = [piece for rank in range(self.size) for piece in self.of(rank)]
-        parts = [
-            part for cut in gathered.chunk(self.size) for part in cut.chunk(len(held) // self.size, dim=1)
+    def unshard(self, gathered: Tensor) -> Tensor:
+        """Return sequences (B, S, …) from the ranks' shards, stacked as (size·B, S/size, …)."""
+        order = [index for rank in range(self.size) for index in self.of(rank)]
+        chunks = [
+            chunk
+            for shard in gathered.chunk(self.size)
+            for chunk in shard.chunk(len(order) // self.size, dim=1)
         ]
-        return torch.cat([parts[held.index(piece)] for piece in range(self.pieces)], dim=1)
+        return torch.cat([chunks[order.index(index)] for index in range(self.chunks)], dim=1)

@@ -1,14 +1,14 @@
-"""Tensor parallelism: each matrix split over ranks, hidden states between the blocks split by sequence.
+"""Tensor parallelism: matrices sharded over ranks, hidden states between blocks sharded by sequence.
 
-A parameter becomes a DTensor over the tp mesh, so that sharding, checkpoints and initial weights know
-which part of it a rank has. A module's own forward reads that part as a plain tensor, and what is around it
-communicates (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
-hidden states are gathered along the sequence before attention, feed-forward and head, and what rows of a
-matrix contribute is summed and scattered along the sequence again. DTensor's own dispatch of each
-operation is never paid so. Generation, whose sequences are of one token, keeps them whole: nothing is
-gathered, and sums go to all ranks.
+A parameter becomes a DTensor over the tp mesh, so that FSDP, checkpoints and initialization know which shard
+a rank has. The forward of its module reads the local shard as a plain tensor, and hooks around it communicate
+(Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198): hidden states
+are gathered along the sequence before attention, feed-forward and head, and the outputs of row-wise layers
+are reduce-scattered along the sequence. This avoids the cost of DTensor's dispatch in every operator.
+Generation
+decodes one token at a time, so it does not split sequences: nothing is gathered, and outputs are all-reduced.
 
-Each row of the model's table has a style of :data:`STYLES` for its module.
+Each row of the parameter table has a style of :data:`STYLES` for its module.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ SEQUENCE = 1
 
 
 @dataclass(frozen=True)
-class Between:
-    """How hidden states between the blocks lie on the ranks of ``group``: each has a piece of the sequence,
-    or, without ``split``, all of it."""
+class HiddenLayout:
+    """Layout of hidden states between blocks on the ranks of ``group``: split along the sequence, or, without
+    ``split``, replicated."""
 
     group: dist.ProcessGroup
     split: bool
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Put together on every rank what lies between the blocks."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the full sequences of hidden states in this layout."""
         return gather(x, SEQUENCE, self.group) if self.split else x
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum over ranks, as it lies between the blocks."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` over ranks, in this layout."""
         return reduce_scatter(x, SEQUENCE, self.group) if self.split else all_reduce(x, self.group)
 
 
@@ -62,74 +62,77 @@ def apply_tensor_parallel(
     split_sequence: bool = True,
     loss_parallel: bool = True,
 ) -> None:
-    """Split the modules of ``model``, on the meta device, in place: ``plan`` has styles by name, and a module
-    that fine-tuning has added brings its own. Without ``split_sequence`` sequences of any length pass, and no
-    gradients. Without ``loss_parallel`` logits are gathered before the loss.
+    """Shard the modules of ``model``, on the meta device, in place.
+
+    ``plan`` has styles by module name; modules added by fine-tuning have their own style. Without
+    ``split_sequence``, sequences may have any length, but there is no backward. Without ``loss_parallel``,
+    logits are gathered before the loss.
 
     Raises:
-        ValueError: a dimension to be split does not divide by the mesh, or a parameter is in no module of
-            the plan, so that no rank would add the others' share of its gradient.
+        ValueError: a sharded dimension is not divisible by the mesh size, or a parameter is in no module of
+            the plan, so that its gradient would not be reduced.
     """
-    between = Between(mesh.get_group(), split_sequence)
+    layout = HiddenLayout(mesh.get_group(), split_sequence)
     for name, module in list(model.named_modules()):
         style = getattr(module, "tensor_style", None) or plan.get(name)
         if style == "head" and not loss_parallel:
             style = "gathered head"
         if style:
             try:
-                STYLES[style](module, mesh, between)
+                STYLES[style](module, mesh, layout)
             except ValueError as error:
                 raise ValueError(f"{name}.{error}") from None
     missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if missing:
-        raise ValueError(f"the plan of tensor parallelism has no module of {', '.join(missing)}")
+        raise ValueError(f"the tensor-parallel plan has no module of {', '.join(missing)}")
 
 
-def local(weight: Tensor, gradient: Placement | None = None) -> Tensor:
-    """This rank's part; ``gradient`` is how its gradient relates to the whole one, where not as the part."""
+def local_shard(weight: Tensor, gradient: Placement | None = None) -> Tensor:
+    """Return this rank's shard of ``weight``, differentiably. ``gradient`` is the placement of the gradient,
+    by default that of ``weight``."""
     assert isinstance(weight, DTensor)
     return weight.to_local(grad_placements=[gradient] if gradient else None)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The ``placement`` of a parameter's DTensor, and that of its gradient where it is another."""
+class ParameterPlacement:
+    """DTensor placement of a parameter, and of its gradient if that differs."""
 
     placement: Placement
     gradient: Placement | None = None
 
 
-COLUMN = Placed(Shard(0))
-ROW = Placed(Shard(1))
-WHOLE = Placed(Replicate(), Partial())
-"""Each rank has it all, and a share of its gradient."""
-_ADDED = {"column": COLUMN, "row": ROW, "whole": WHOLE}
+COLUMN = ParameterPlacement(Shard(0))
+ROW = ParameterPlacement(Shard(1))
+REPLICATED = ParameterPlacement(Replicate(), Partial())
+"""Each rank has the full parameter, and a partial sum of its gradient."""
+_PLACEMENTS = {"column": COLUMN, "row": ROW, "whole": REPLICATED}
 
 
-def _place(module: nn.Module, mesh: DeviceMesh, **places: Placed) -> None:
-    """Make the parameters of ``module`` DTensors, by name; its forward reads them as this rank's parts."""
+def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
+    """Make the parameters of ``module`` DTensors, by name; its forward reads them as local shards."""
     gradients: dict[str, Placement | None] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placed = places[name]
-        if isinstance(placed.placement, Shard) and parameter.shape[placed.placement.dim] % mesh.size():
-            dim, size = placed.placement.dim, parameter.shape[placed.placement.dim]
+        placement = placements[name].placement
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
+            dim, size = placement.dim, parameter.shape[placement.dim]
             raise ValueError(f"{name}: dimension {dim} of size {size} on {mesh.size()} ranks")
-        whole = distribute_tensor(parameter.detach(), mesh, [placed.placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        gradients[name] = placed.gradient
+        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+        gradients[name] = placements[name].gradient
     if gradients:
         kind: Any = type(module)
-        compat.become(module, _reading_parts(kind, tuple(gradients.items())))
+        compat.become(module, _local_view_class(kind, tuple(gradients.items())))
         module.inside = False  # type: ignore[assignment]
 
 
-@cache  # one class for all layers, to which torch.compile then gives one graph
-def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
-    """A subclass of a module's class that keeps its forward, whatever it is, and there reads a parameter as
-    this rank's part. Outside they are the DTensors that FSDP and checkpoints know."""
+@cache  # one class for all layers, so that torch.compile uses one graph for them
+def _local_view_class(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
+    """Return a subclass of a module's class whose parameters are local shards inside its forward, and
+    DTensors outside, for FSDP and checkpoints."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch 2.11 changes nothing from within what is checkpointed
+        if torch.compiler.is_compiling():  # torch 2.11 cannot mutate attributes inside a checkpointed region
             return kind.forward(self, *args, **kwargs)
         self.inside = True
         try:
@@ -144,197 +147,198 @@ def _reading_parts(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
 def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
     parameter = compat.parameter(module, name)
     inside = module.inside or torch.compiler.is_compiling()
-    return local(parameter, gradient) if inside and parameter is not None else parameter
+    return local_shard(parameter, gradient) if inside and parameter is not None else parameter
 
 
-def _added(module: nn.Module, style: str) -> dict[str, Placed]:
-    """The placements of parameters that fine-tuning has added to ``module``, as it declares them itself."""
-    places = getattr(module, "tensor_placements", {}).get(style, {})
-    return {name: _ADDED[place] for name, place in places.items()}
+def _adapter_placements(module: nn.Module, style: str) -> dict[str, ParameterPlacement]:
+    """Return the placements that ``module`` declares for parameters added by fine-tuning."""
+    declared = getattr(module, "tensor_placements", {}).get(style, {})
+    return {name: _PLACEMENTS[placement] for name, placement in declared.items()}
 
 
-def _adapter(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """A module of fine-tuning, which says where its parameters lie."""
-    _place(module, mesh, **_added(module, "adapter"))
+def _adapter(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Distribute a module of fine-tuning by the placements that it declares."""
+    _distribute(module, mesh, **_adapter_placements(module, "adapter"))
 
 
-def _column(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """Output features split: takes whole hidden states, gives this rank's features."""
-    _place(module, mesh, weight=COLUMN, bias=COLUMN, **_added(module, "column"))
+def _column(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Shard output features: full hidden states in, this rank's features out."""
+    _distribute(module, mesh, weight=COLUMN, bias=COLUMN, **_adapter_placements(module, "column"))
 
 
-def _row(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """Input features split: takes this rank's features, gives the sum as it lies between the blocks."""
-    _place(module, mesh, weight=ROW, **_added(module, "row"))
+def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Shard input features: this rank's features in, the sum over ranks out, in ``layout``."""
+    _distribute(module, mesh, weight=ROW, **_adapter_placements(module, "row"))
     if hasattr(module, "sum_over_ranks"):
-        module.sum_over_ranks = partial(all_reduce, group=between.group)  # type: ignore[assignment]
-    module.register_forward_hook(lambda module, args, output: between.summed(output))
+        module.sum_over_ranks = partial(all_reduce, group=layout.group)  # type: ignore[assignment]
+    module.register_forward_hook(lambda module, args, output: layout.reduce(output))
 
 
-def _whole(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """Parameters of what reads this rank's shard of the sequence, or of the heads: whole on every rank."""
-    _place(module, mesh, **{name: WHOLE for name, _ in module.named_parameters(recurse=False)})
+def _replicate(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Replicate the parameters of a module that computes on this rank's part of the sequence or the heads."""
+    _distribute(module, mesh, **{name: REPLICATED for name, _ in module.named_parameters(recurse=False)})
 
 
-def _gather_input(module: nn.Module, mesh: DeviceMesh, between: Between) -> None:
-    """The pieces of the sequence put together once for all that the module does with them."""
+def _gather_input(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Gather the module's input along the sequence, once for all its layers."""
     kind: Any = type(module)
-    compat.become(module, _of_whole(kind))
-    module.between, module.gathers_again = between, False  # type: ignore[assignment]
+    compat.become(module, _gather_input_class(kind))
+    module.layout, module.recompute_gather = layout, False  # type: ignore[assignment]
 
 
 @cache  # one class for all layers, as above
-def _of_whole(kind: Any) -> type:
-    """A subclass of a module's class whose forward takes a piece of the sequence and computes with all."""
+def _gather_input_class(kind: Any) -> type:
+    """Return a subclass of a module's class whose forward gathers its input along the sequence."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        between: Between = self.between
-        if not (self.gathers_again and between.split and torch.is_grad_enabled()):
-            return kind.forward(self, between.whole(x), *args, **kwargs)
-        if torch.compiler.is_compiling():  # computes again what is marked so, the rest as it sees fit
-            return kind.forward(self, checkpoint(between.whole, x, use_reentrant=False), *args, **kwargs)
-        gathered = _Gathered(x, between)
+        layout: HiddenLayout = self.layout
+        if not (self.recompute_gather and layout.split and torch.is_grad_enabled()):
+            return kind.forward(self, layout.gather(x), *args, **kwargs)
+        if torch.compiler.is_compiling():  # recomputes what is marked so, the rest as it sees fit
+            return kind.forward(self, checkpoint(layout.gather, x, use_reentrant=False), *args, **kwargs)
+        gathered = _RegatheredInput(x, layout)
         with saved_tensors_hooks(gathered.pack, gathered.unpack):
-            # Held until forward ends, which may let go of its argument: another tensor would lie there then.
-            whole = gathered.of_forward()
-            return kind.forward(self, whole, *args, **kwargs)
+            # Referenced until forward ends, so that no other tensor gets its storage's id.
+            full = gathered.gather_forward()
+            return kind.forward(self, full, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def gather_again(blocks: nn.ModuleDict) -> None:
-    """Keep of what attention and feed-forward gather this rank's piece alone; backward gathers it again, once
-    for all products that need it. A block that is checkpointed does so by itself."""
+def recompute_gathers(blocks: nn.ModuleDict) -> None:
+    """Save only the local shard of the gathered inputs of attention and feed-forward; backward gathers each
+    again, once for all matmuls that read it. A checkpointed block recomputes it anyway."""
     for block in blocks.values():
         for module in [] if isinstance(block, CheckpointWrapper) else block.modules():
-            if hasattr(module, "gathers_again"):
-                module.gathers_again = True  # type: ignore[assignment]
+            if hasattr(module, "recompute_gather"):
+                module.recompute_gather = True  # type: ignore[assignment]
 
 
-class _Gathered:
-    """The pieces of one sequence as a forward has them whole, and a backward again."""
+class _RegatheredInput:
+    """An input that is gathered in forward, and again in backward in place of being saved."""
 
-    def __init__(self, piece: Tensor, between: Between):
-        self.piece, self.between = piece, between
+    def __init__(self, shard: Tensor, layout: HiddenLayout):
+        self.shard, self.layout = shard, layout
         self.storage = 0
         self.users = self.served = 0
-        self.whole: Tensor | None = None
+        self.full: Tensor | None = None
 
-    def of_forward(self) -> Tensor:
-        whole = self.between.whole(self.piece)
-        self.piece = self.piece.detach()
-        self.storage = id(whole.untyped_storage())  # not the tensor: this stays until the backward
-        return whole
+    def gather_forward(self) -> Tensor:
+        full = self.layout.gather(self.shard)
+        self.shard = self.shard.detach()
+        self.storage = id(full.untyped_storage())  # not the tensor, which would stay until backward
+        return full
 
     def pack(self, saved: Tensor) -> Any:
-        """Keep of the whole, or a view of it, where that lies; of other tensors themselves."""
+        """Save the geometry of the gathered tensor or of a view of it; other tensors as they are."""
         if id(saved.untyped_storage()) != self.storage:
             return saved
         self.users += 1
         return saved.shape, saved.stride(), saved.storage_offset()
 
-    def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if self.whole is None:
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.full is None:
             with torch.no_grad():
-                self.whole = self.between.whole(self.piece)
-        whole = self.whole
+                self.full = self.layout.gather(self.shard)
+        full = self.full
         self.served += 1
         if self.served == self.users:
-            self.whole, self.served = None, 0
-        return whole.as_strided(*kept)
+            self.full, self.served = None, 0
+        return full.as_strided(*packed)
 
 
-def _embedding(module: Any, mesh: DeviceMesh, between: Between) -> None:
-    """Entries split: each rank looks up those that it has, and gets its piece of the sequence."""
-    _place(module, mesh, weight=COLUMN)
+def _embedding(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Shard the vocabulary: each rank looks up the tokens in its shard; the sum over ranks is in
+    ``layout``."""
+    _distribute(module, mesh, weight=COLUMN)
     first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
     last = first + module.num_embeddings // mesh.size()
     masks: list[Tensor] = []
 
-    def own(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    def mask_tokens(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         [tokens] = args
-        mine = (tokens >= first) & (tokens < last)
-        masks.append(mine)
-        return ((tokens - first) * mine,)
+        mask = (tokens >= first) & (tokens < last)
+        masks.append(mask)
+        return ((tokens - first) * mask,)
 
-    def add_up(module: nn.Module, args: tuple[Tensor], found: Tensor) -> Tensor:
-        return between.summed(found * masks.pop()[..., None])
+    def reduce_output(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return layout.reduce(output * masks.pop()[..., None])
 
-    module.register_forward_pre_hook(own)
-    module.register_forward_hook(add_up)
+    module.register_forward_pre_hook(mask_tokens)
+    module.register_forward_hook(reduce_output)
 
 
-def _head(module: Any, mesh: DeviceMesh, between: Between, *, gathered: bool = False) -> None:
-    """Vocabulary split: logits stay split within the loss, unless ``gathered``, and are gathered where there
-    are no labels."""
-    group = between.group
-    _place(module, mesh, weight=COLUMN)
-    module.logits = partial(_all_logits, group=group)
+def _head(module: Any, mesh: DeviceMesh, layout: HiddenLayout, *, gathered: bool = False) -> None:
+    """Shard the vocabulary: the loss is computed on sharded logits, unless ``gathered``; without labels,
+    logits are gathered."""
+    group = layout.group
+    _distribute(module, mesh, weight=COLUMN)
+    module.logits = partial(_gather_logits, group=group)
     if gathered:
         module.loss = partial(_gathered_loss, group=group)
     else:
-        module.loss = partial(_split_loss, rank=mesh.get_local_rank(), group=group)
+        module.loss = partial(_parallel_loss, rank=mesh.get_local_rank(), group=group)
 
-    def inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         h, labels, tied = (*args, None, None)[:3]
-        return between.whole(h), labels, None if tied is None else local(tied)
+        return layout.gather(h), labels, None if tied is None else local_shard(tied)
 
-    module.register_forward_pre_hook(inputs)
+    module.register_forward_pre_hook(prepare_inputs)
 
 
-def _split_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int, group: Any) -> Tensor:
+def _parallel_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int, group: Any) -> Tensor:
     logits_TV = F.linear(h_TD, weight_VD)
     return vocabulary_parallel_losses(logits_TV, labels_T, first=rank * len(weight_VD), group=group)
 
 
 def _gathered_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, group: Any) -> Tensor:
-    return token_losses(_all_logits(h_TD, weight_VD, group=group), labels_T)
+    return token_losses(_gather_logits(h_TD, weight_VD, group=group), labels_T)
 
 
-def _all_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """All logits, of which each rank computes the same: its own part's gradient is not summed over ranks."""
-    return _Whole.apply(F.linear(h, weight_VD), group)
+def _gather_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Compute and gather logits. All ranks compute the same from them, so gradients are not reduced."""
+    return _GatherLogits.apply(F.linear(h, weight_VD), group)
 
 
-def _classifier(module: Any, mesh: DeviceMesh, between: Between) -> None:
-    """Scores are few: each rank has all of the head, and answers for its piece of the sequence."""
-    for part in (module, *module.hidden):
-        _place(part, mesh, weight=WHOLE)
-    group, rank = between.group, mesh.get_local_rank()
+def _classifier(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Replicate the head, which is small: each rank scores its part of the sequence."""
+    for layer in (module, *module.hidden):
+        _distribute(layer, mesh, weight=REPLICATED)
+    group, rank = layout.group, mesh.get_local_rank()
 
-    def own(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def shard_labels(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         h, labels, *others = args
-        if labels is not None and between.split:
+        if labels is not None and layout.split:
             labels = labels.chunk(mesh.size(), dim=SEQUENCE)[rank]
         return h, labels, *others
 
-    def together(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def combine(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if output.ndim:
-            return between.whole(output)
-        return all_reduce(output, group) if between.split else output
+            return layout.gather(output)
+        return all_reduce(output, group) if layout.split else output
 
-    module.register_forward_pre_hook(own)
-    module.register_forward_hook(together)
+    module.register_forward_pre_hook(shard_labels)
+    module.register_forward_hook(combine)
 
 
-class _Whole(torch.autograd.Function):
+class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.part = x.shape[-1]
-        ctx.first = ctx.part * dist.get_rank(group)
+        ctx.size = x.shape[-1]
+        ctx.first = ctx.size * dist.get_rank(group)
         return gather(x, x.ndim - 1, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.first, ctx.part).contiguous(), None
+        return grad.narrow(-1, ctx.first, ctx.size).contiguous(), None
 
 
-STYLES: dict[str, Callable[[nn.Module, DeviceMesh, Between], None]] = {
+STYLES: dict[str, Callable[[nn.Module, DeviceMesh, HiddenLayout], None]] = {
     "column": _column,
     "row": _row,
-    "whole": _whole,
+    "whole": _replicate,
     "adapter": _adapter,
     "gather": _gather_input,
     "embedding": _embedding,

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits of which each rank of a tensor-parallel group has a piece of the vocabulary."""
+"""Cross-entropy of logits that are sharded along the vocabulary over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolkit.loss import IGNORED_LABEL
 def vocabulary_parallel_losses(
     logits_TV: Tensor, labels_T: Tensor, *, first: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """:func:`~toolkit.loss.token_losses`, of logits of which each rank of ``group`` has a piece.
+    """Compute :func:`~toolkit.loss.token_losses` of logits that are sharded over ``group``.
 
-    This rank's begins at entry ``first``. The result is the same on every rank; of the gradient each
-    gets that of its own logits. Three numbers a token are exchanged in place of V.
+    This rank's shard begins at entry ``first``. The result is the same on every rank; each rank gets the
+    gradient of its shard. Three values per token are communicated in place of V.
     """
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return _VocabularyParallelLosses.apply(logits_TV, labels_T, first, group)
@@ -27,22 +27,22 @@ def vocabulary_parallel_losses(
 class _VocabularyParallelLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, first: int, group: Any) -> Tensor:
-        greatest_T = all_reduce(logits_TV.amax(-1), "max", group.group_name)
-        shifted_TV = logits_TV - greatest_T[:, None]
+        max_T = all_reduce(logits_TV.amax(-1), "max", group.group_name)
+        shifted_TV = logits_TV - max_T[:, None]
         counted_T = labels_T != IGNORED_LABEL
         index_T = labels_T - first
-        mine_T = (index_T >= 0) & (index_T < logits_TV.shape[-1]) & counted_T
-        index_T1 = (index_T * mine_T)[:, None]
-        picked_T = shifted_TV.gather(1, index_T1)[:, 0] * mine_T
+        in_shard_T = (index_T >= 0) & (index_T < logits_TV.shape[-1]) & counted_T
+        index_T1 = (index_T * in_shard_T)[:, None]
+        picked_T = shifted_TV.gather(1, index_T1)[:, 0] * in_shard_T
         exponents_TV = shifted_TV.exp_()
         both = torch.stack([exponents_TV.sum(-1), picked_T])
         sums_T, picked_T = all_reduce(both, "sum", group.group_name).unbind()
-        ctx.save_for_backward(exponents_TV.div_(sums_T[:, None]), index_T1, mine_T, counted_T)
+        ctx.save_for_backward(exponents_TV.div_(sums_T[:, None]), index_T1, in_shard_T, counted_T)
         return (sums_T.log() - picked_T) * counted_T
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax_TV, index_T1, mine_T, counted_T = ctx.saved_tensors
+        softmax_TV, index_T1, in_shard_T, counted_T = ctx.saved_tensors
         grad_T1 = (counted_T * grad_T)[:, None]
         grad_TV = softmax_TV * grad_T1
-        return grad_TV.scatter_add_(1, index_T1, -grad_T1 * mine_T[:, None]), None, None, None
+        return grad_TV.scatter_add_(1, index_T1, -grad_T1 * in_shard_T[:, None]), None, None, None

@@ -17,7 +17,7 @@ from toolkit.config.training import Model
 from toolkit.errors import ConfigError, Problem
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.parallel.dims import ParallelDims, takes_ring
+from toolkit.parallel.dims import ParallelDims, uses_ring
 from toolkit.planner.operations import measure_costs
 from toolkit.planner.work import Costs
 
@@ -100,7 +100,7 @@ def _probe_config(
             "context_parallel_load_balancer",
         )
     }
-    ring = takes_ring(parallelism, device="cuda", documents=False) and cp > 1
+    ring = uses_ring(parallelism, device="cuda", documents=False) and cp > 1
     mode = checkpointing.mode if checkpointed else "none"
     if mode == "memory_budget":  # chooses by the cost of recomputation, like "op"
         mode, option = "selective", "op"

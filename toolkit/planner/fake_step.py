@@ -30,7 +30,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.activation_offload import HostCopy, OffloadedInput
-from toolkit.parallel.dims import ParallelDims, takes_ring
+from toolkit.parallel.dims import ParallelDims, uses_ring
 from toolkit.parallel.mesh import build_mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
@@ -63,11 +63,11 @@ class _FakeHostCopy(HostCopy):
 
     def __init__(self, tensor: Tensor):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.coming = None
+        self.device_copy = None
 
     def fetch(self) -> None:
-        if self.coming is None:
-            self.coming = torch.empty(self.shape, dtype=self.dtype)
+        if self.device_copy is None:
+            self.device_copy = torch.empty(self.shape, dtype=self.dtype)
 
 
 class _CachedFakeMode(FakeTensorMode):
@@ -269,7 +269,7 @@ def _simplify(config: Config, target: str, *, cp: int) -> Config:
     if target == "cuda" and attention != "sdpa":  # which accepts masks for parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
     parallelism = config.parallelism
-    if not takes_ring(config.parallelism, device=target, documents=config.data.document_mask):
+    if not uses_ring(config.parallelism, device=target, documents=config.data.document_mask):
         parallelism = parallelism.model_copy(update={"context_parallel_rotate_method": "allgather"})
     return config.model_copy(
         update={

@@ -20,7 +20,7 @@ from toolkit.data.tokenizers.load_tokenizer import vocabulary_size
 from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.from_config import attention_named, model_args, model_named
+from toolkit.models.from_config import attention_name, model_args, model_label
 from toolkit.parallel.dims import ParallelDims, degrees
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class PlannedRun:
         return str(self._model) if isinstance(self._model, DataError) else ""
 
     @cached_property
-    def model_named(self) -> str:
+    def model_label(self) -> str:
         """Name the model."""
-        return model_named(self.config)
+        return model_label(self.config)
 
     @property
     def precision(self) -> str:
@@ -182,7 +182,7 @@ class PlannedRun:
     @property
     def attention(self) -> str:
         """The attention back end that the run will take."""
-        return attention_named(self.config, self.hardware.device)
+        return attention_name(self.config, self.hardware.device)
 
 
 @cache  # a file is read for it

@@ -19,7 +19,7 @@ from toolkit.launcher.environment import environment_error
 from toolkit.launcher.node_terms import terms_from
 from toolkit.launcher.nodes import supervise_nodes
 from toolkit.launcher.supervisor import Launch
-from toolkit.parallel.elastic_mesh import elastic_mesh, mesh_flags
+from toolkit.parallel.elastic_mesh import mesh_flags, parse_mesh
 from toolkit.preflight import check
 
 MESHES = "parallelism.elastic_meshes"
@@ -66,7 +66,7 @@ def largest_mesh(config: Config, processes: int, least: int, most: int) -> tuple
     Raises:
         ConfigError: there is none.
     """
-    meshes = filter(None, map(elastic_mesh, config.parallelism.elastic_meshes))
+    meshes = filter(None, map(parse_mesh, config.parallelism.elastic_meshes))
     allowed = range(least * processes, most * processes + 1, processes)
     size = max((mesh.world_size for mesh in meshes if mesh.world_size in allowed), default=allowed[-1])
     return _flags(config, size), size
@@ -80,7 +80,7 @@ def _flags(config: Config, world_size: int) -> list[str]:
     """
     meshes = config.parallelism.elastic_meshes
     for text in meshes:
-        mesh = elastic_mesh(text)
+        mesh = parse_mesh(text)
         if mesh and mesh.world_size == world_size:
             return mesh_flags(mesh)
     rule = f"none of these meshes has {world_size} ranks"

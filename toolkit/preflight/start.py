@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import committed_steps, left_out, read_manifest, step_folder
+from toolkit.checkpoint.manifest import committed_steps, parts_to_exclude, read_manifest, step_folder
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import CheckpointError
@@ -74,10 +74,10 @@ class Start:
         return str(self._manifest) if self.loaded_by and not isinstance(self._manifest, dict) else ""
 
     @cached_property
-    def left_out(self) -> list[str]:
+    def excluded(self) -> list[str]:
         """The parts of the checkpoint that are not loaded."""
         asked: list[str] = [*self.config.checkpoint.exclude_from_loading]
-        return left_out(asked, self.manifest["run"]) if self.own and self.manifest else asked
+        return parts_to_exclude(asked, self.manifest["run"]) if self.own and self.manifest else asked
 
     def anew(self, part: str) -> str:
         """Tell how to go on without a part of the checkpoint."""

@@ -62,7 +62,7 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
         cut = f"{mesh.dp} data-parallel × {run.micro_batches} micro-batches of {size}"
     return "\n".join(
         [
-            f"model  {run.model_named}, {parameter_count(model):,} parameters",
+            f"model  {run.model_label}, {parameter_count(model):,} parameters",
             f"mesh   {mesh} on {hardware.name}",
             f"with   {', '.join(_techniques(run, mesh))}",
             f"batch  {batch.total} samples ({cut}) of {config.training.seq_len} tokens",

@@ -1,1 +1,1 @@
-"""Object storage by its URLs: what stands for a path there, and the calls behind it. Imports no torch."""
+"""Object storage by URL: paths and calls with retries. Imports no torch."""

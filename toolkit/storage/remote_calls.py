@@ -1,8 +1,8 @@
-"""Calls to object storage, tried again for as long as that may help, and what is wrong in the user's words.
+"""Calls to object storage with retries and clear errors.
 
-A call that fails by a lost connection, a timeout or an answer that says "later" is tried again, after longer
-and longer pauses, for ``PATIENCE`` seconds; a store that has not yet answered once gets ``FIRST_PATIENCE``.
-Credentials come from where the back end looks for them (environment, profile, role), and no message has them.
+A call that fails with a lost connection, a timeout or a temporary error is retried with exponential backoff
+for ``PATIENCE`` seconds, or ``FIRST_PATIENCE`` if the store has never answered. Credentials come from the
+backend's usual sources (environment, profile, role); messages never contain them.
 """
 
 from __future__ import annotations
@@ -19,42 +19,49 @@ from typing import Any
 from toolkit.errors import DataError, install_command, redact
 
 PATIENCE, FIRST_PATIENCE = 300.0, 30.0
-"""Seconds for which a call is tried again."""
+"""Seconds for which a call is retried."""
 TIMEOUT = 60.0
-"""Seconds that one try may take; it moves at most ``PART`` bytes."""
-_AGAIN = re.compile(
+"""Timeout of one attempt in seconds; it transfers at most ``PART`` bytes."""
+_RETRYABLE = re.compile(
     "(ClientConnection|ClientPayload|Connection|EndpointConnection|FSTimeout|HTTPClient|IncompleteRead|"
     "ResponseParser|ResponseStreaming|ServerTimeout|ServiceRequest|ServiceResponse|Timeout)Error|IncompleteRead"
 )
-"""Names of the classes of errors, of any back end, after which the same call may go through."""
-_AGAIN_CODES = ("RequestTimeout", "SlowDown", "BadDigest", "IncompleteBody", "InternalError", "Throttling")
-_REFUSED = {
+"""Names of error classes of any backend that may be temporary."""
+_RETRYABLE_CODES = (
+    "RequestTimeout",
+    "SlowDown",
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "Throttling",
+)
+_PERMANENT = {
     "NoSuchBucket": ("the bucket does not exist", "create it, or correct its name"),
     "RequestTimeTooSkewed": ("the clock of this machine is wrong", "set it (timedatectl, chrony)"),
     "ExpiredToken": ("the credentials have expired", "renew them"),
     "AccessDenied": (
-        "these credentials may not do that",
-        "have them allowed to list, read, write and delete there",
+        "the credentials lack permission",
+        "grant them permission to list, read, write and delete there",
     ),
 }
 _QUOTA = re.compile(r"quota|storage.?full|insufficient.?storage|no space", re.IGNORECASE)
 _LOGIN = (
     "the credentials are missing or wrong",
-    "set them for the store (of S3 AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)",
+    "set them for the store (for S3 AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)",
 )
 _answered = False
 
 
 class StorageError(DataError):
-    """Object storage that cannot be reached or does not let us; never a file that is not there."""
+    """Object storage cannot be reached or denies access; never raised for a missing file."""
 
 
-def again(call: Callable[[], Any], place: str, *, patience: float | None = None) -> Any:
-    """Return what ``call`` returns, tried again as the module says.
+def retry(call: Callable[[], Any], place: str, *, patience: float | None = None) -> Any:
+    """Return the result of ``call``, with retries as described in the module docstring.
 
     Raises:
-        FileNotFoundError, FileExistsError: a file is not there, or is.
-        StorageError: all else, in the user's words.
+        FileNotFoundError, FileExistsError: a file is missing, or exists.
+        StorageError: any other error.
     """
     global _answered
     begun, pause = time.monotonic(), 0.2
@@ -70,11 +77,11 @@ def again(call: Callable[[], Any], place: str, *, patience: float | None = None)
                 raise FileNotFoundError(errno.ENOENT, "there is no such file", place) from None
             limit = (PATIENCE if _answered else FIRST_PATIENCE) if patience is None else patience
             passed = time.monotonic() - begun
-            if not _may_pass(error, code):
+            if not _is_retryable(error, code):
                 raise _error(error, code, place) from None
             if passed + pause > limit:
                 raise _error(error, code, place, passed) from None
-            time.sleep(pause * random.uniform(0.5, 1))  # ranks do not come back all at once
+            time.sleep(pause * random.uniform(0.5, 1))  # jitter, so that ranks do not retry all at once
             pause = min(2 * pause, 10)
         else:
             _answered = True
@@ -82,7 +89,7 @@ def again(call: Callable[[], Any], place: str, *, patience: float | None = None)
 
 
 def run_call(fs: Any, method: str, *args: Any, **options: Any) -> Any:
-    """Call a method of a file system; of an asynchronous one for at most ``TIMEOUT`` seconds."""
+    """Call a method of a file system, with ``TIMEOUT`` if it is asynchronous."""
     if not fs.async_impl:
         return getattr(fs, method)(*args, **options)
     from fsspec.asyn import sync
@@ -92,20 +99,21 @@ def run_call(fs: Any, method: str, *args: Any, **options: Any) -> Any:
 
 @lru_cache
 def file_system(scheme: str, process: int, tries: int = 1) -> Any:
-    """Open the file system of a scheme in this process; that of S3 makes ``tries`` of a request."""
+    """Open the file system of a scheme in this process; on S3 with ``tries`` attempts per request."""
     try:
         import fsspec
 
         kind = fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise StorageError(
-            f"{scheme}:// needs a file system that is not here ({error})\n  fix:  {install_command('remote')}"
+            f"{scheme}:// needs a package that is not installed ({error})\n"
+            f"  fix:  {install_command('remote')}"
         ) from None
     options: dict[str, Any] = {}
-    if hasattr(kind, "call_s3"):  # which by default tries again after some errors only
+    if hasattr(kind, "call_s3"):  # s3fs retries only some errors by default
         from s3fs.core import set_custom_error_handler
 
-        set_custom_error_handler(lambda error: _may_pass(error, _code(error)))
+        set_custom_error_handler(lambda error: _is_retryable(error, _code(error)))
         timeouts = {"connect_timeout": 10, "read_timeout": TIMEOUT / 2, "max_pool_connections": 32}
         options = {"config_kwargs": {**timeouts, "retries": {"max_attempts": 0}}}
     fs = kind(use_listings_cache=False, skip_instance_cache=True, **options)
@@ -115,11 +123,11 @@ def file_system(scheme: str, process: int, tries: int = 1) -> Any:
 
 
 def _response(error: BaseException) -> dict[str, Any]:
-    """The answer of S3 that made an error, which s3fs has put into words."""
-    for one in (error, error.__cause__):
-        found = getattr(one, "response", None)
-        if isinstance(found, dict):
-            return found
+    """Return S3's response to which s3fs raised an error, or {}."""
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            return response
     return {}
 
 
@@ -134,41 +142,41 @@ def _status(error: BaseException) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _may_pass(error: BaseException, code: str) -> bool:
-    """Say if the same call may go through later."""
+def _is_retryable(error: BaseException, code: str) -> bool:
+    """Return whether the same call may succeed later."""
     if _QUOTA.search(code) or _status(error) == 507:
         return False
     chain = [error, *([error.__cause__] if error.__cause__ else [])]
     names = {kind.__name__ for one in chain for kind in type(one).__mro__}
     return (
-        any(map(_AGAIN.fullmatch, names))
-        or code in _AGAIN_CODES
+        any(map(_RETRYABLE.fullmatch, names))
+        or code in _RETRYABLE_CODES
         or _status(error) in (408, 429, *range(500, 600))
     )
 
 
 def _error(error: BaseException, code: str, place: str, seconds: float | None = None) -> StorageError:
-    """The error in the user's words, without anything that a back end may have told of credentials."""
+    """Build a clear error without credentials."""
     name = type(error).__name__
-    if code in _REFUSED:
-        rule, fix = _REFUSED[code]
+    if code in _PERMANENT:
+        rule, fix = _PERMANENT[code]
     elif _QUOTA.search(code) or _status(error) == 507 or _QUOTA.search(str(error)):
-        rule, fix = "the quota of the store is used up", "delete what is not needed, or have it raised"
+        rule, fix = "the quota of the store is exceeded", "delete unneeded files, or have the quota increased"
     elif "Credentials" in name or code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"):
         rule, fix = _LOGIN
     elif isinstance(error, PermissionError) or _status(error) in (401, 403):
-        said = f" ({code})" if code and not code.isdigit() else ""
-        rule, fix = f"the store refuses these credentials{said}", _LOGIN[1] + ", and have them allowed it"
+        detail = f" ({code})" if code and not code.isdigit() else ""
+        rule, fix = f"the store rejects these credentials{detail}", _LOGIN[1] + ", and grant them permission"
     elif seconds is not None:
-        rule = f"it did not answer for {seconds:.0f} s ({code or name}: {_plain(error)})"
-        fix = "see if the store is up, and if its address is right (of S3 AWS_ENDPOINT_URL)"
+        rule = f"it did not answer for {seconds:.0f} s ({code or name}: {_redacted(error)})"
+        fix = "check that the store is up and that its address is correct (for S3 AWS_ENDPOINT_URL)"
     else:
-        rule, fix = f"{code or name}: {_plain(error)}", "correct it, or name another place"
+        rule, fix = f"{code or name}: {_redacted(error)}", "correct it, or use another location"
     return StorageError(f"{place} cannot be used: {rule}\n  fix:  {fix}")
 
 
-def _plain(error: BaseException) -> str:
-    """The text of an error in one line, without credentials."""
+def _redacted(error: BaseException) -> str:
+    """Return the message of an error in one line, without credentials."""
     text = redact(" ".join(str(error).split()))[:300]
     for key, value in os.environ.items():
         if value and len(value) > 3 and re.search("KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING", key):

@@ -1,7 +1,7 @@
-"""Files in object storage, by the names and methods of ``pathlib`` that weights and checkpoints need.
+"""Files in object storage, with the methods of ``pathlib`` that weights and checkpoints need.
 
-A :class:`RemotePath` is no ``os.PathLike``: what knows files of this machine alone refuses it, and no folder
-``s3:`` comes to be. Any fsspec file system serves that lists, reads ranges and writes.
+A :class:`RemotePath` is not an ``os.PathLike``, so that code for local files rejects it, and never creates a
+folder ``s3:``. Any fsspec file system works that can list, read ranges and write.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import redact
-from toolkit.storage.remote_calls import StorageError, again, file_system, run_call
+from toolkit.storage.remote_calls import StorageError, file_system, retry, run_call
 from toolkit.storage.urls import url_problem
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
 RANGE, RANGES_AT_ONCE = 16 << 20, 8
-"""Bytes of a request of a large read, and how many such requests run at once."""
+"""Bytes per request of a large read, and number of parallel requests."""
 _FIRST_BLOCK, _LAST_BLOCK = 64 << 10, 64 << 20
-"""Bytes that a file which is read from anywhere asks for at once, and one that is read through."""
+"""Bytes per request of random and of sequential reads."""
 PART = 64 << 20
-"""Bytes of a part of an upload, of which S3 takes 10,000."""
+"""Bytes per part of an upload, of which S3 allows 10,000."""
 TRIES = 28
-"""Tries of a part: with s3fs's pauses of up to 15 s, about 5 minutes."""
+"""Attempts per part: with s3fs's pauses of up to 15 s, about 5 minutes."""
 
 
 class RemotePath:
-    """``scheme://bucket/name``. A folder is there while a file is in it; making one does nothing.
+    """``scheme://bucket/name``. A folder exists while it contains files; mkdir does nothing.
 
     Raises:
-        StorageError: by every method that asks the store.
+        StorageError: by every method that accesses the store.
     """
 
     reads = False
-    """Also of what is no store: the hub, a web address."""
+    """Also accept read-only sources: the Hub, a web address."""
 
     def __init__(self, url: str):
         if problem := url_problem(url, storage="read" if self.reads else True):
@@ -98,19 +98,19 @@ class RemotePath:
     def resolve(self) -> RemotePath:
         return self
 
-    # Looking
+    # Status
 
     def stat(self) -> Any:
-        """``st_size``, ``st_mode``, and a ``st_mtime_ns`` that tells a file from what was there before.
+        """Return ``st_size``, ``st_mode``, and an ``st_mtime_ns`` that changes with the file.
 
         Raises:
             FileNotFoundError: nothing has this name.
         """
-        found = self._call("info", str(self))
-        kind = stat.S_IFDIR if found["type"] == "directory" else stat.S_IFREG
-        state = f"{found.get('ETag')} {found.get('LastModified')} {found.get('mtime')}"
-        changed = int.from_bytes(blake2b(state.encode(), digest_size=7).digest(), "big")
-        return SimpleNamespace(st_size=found["size"], st_mode=kind | 0o644, st_mtime_ns=changed)
+        info = self._call("info", str(self))
+        kind = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
+        state = f"{info.get('ETag')} {info.get('LastModified')} {info.get('mtime')}"
+        version = int.from_bytes(blake2b(state.encode(), digest_size=7).digest(), "big")
+        return SimpleNamespace(st_size=info["size"], st_mode=kind | 0o644, st_mtime_ns=version)
 
     def exists(self) -> bool:
         with suppress(FileNotFoundError):
@@ -134,12 +134,12 @@ class RemotePath:
             found = self._call("ls", f"{self}/", detail=False)
         except FileNotFoundError:
             return
-        own = self.file_system._strip_protocol(str(self)).strip("/")  # which some stores list, too
-        paths = {path.strip("/") for path in found} - {own, ""}
+        folder = self.file_system._strip_protocol(str(self)).strip("/")  # some stores list it too
+        paths = {path.strip("/") for path in found} - {folder, ""}
         yield from (self / name for name in sorted(path.rpartition("/")[2] for path in paths))
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Paths whose names match, one by one, what is between the slashes of ``pattern``."""
+        """Yield paths that match ``pattern``, component by component."""
         first, _, rest = pattern.partition("/")
         for path in self.iterdir():
             if fnmatchcase(path.name, first):
@@ -148,39 +148,43 @@ class RemotePath:
     # Reading
 
     def open_regular(self) -> io.BufferedReader:
-        """The file, to be read from anywhere in it; see :func:`toolkit.config.local_paths.open_regular`."""
+        """Open the file for random reads; see :func:`toolkit.config.local_paths.open_regular`."""
         return io.BufferedReader(_Reader(self, self.stat().st_size), _FIRST_BLOCK)
 
     def open(self, mode: str = "rb") -> Any:
-        """The file to be read, or with ``"wb"`` one to be written, which is there once it is closed."""
+        """Open the file for reading, or with ``"wb"`` for writing; a written file exists once it is
+        closed."""
         if mode == "rb":
             return self.open_regular()
-        assert mode == "wb", "the store knows bytes"
+        assert mode == "wb", "only binary modes are supported"
         return Upload(self)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill ``memory`` with the bytes from ``offset`` on, by a few requests at once; how many."""
+        """Fill ``memory`` with the bytes from ``offset`` on, with parallel requests. Returns the number of
+        bytes."""
 
-        def one(begin: int) -> int:
-            part = memory[begin : begin + RANGE]
-            content = self._call("cat_file", str(self), start=offset + begin, end=offset + begin + len(part))
-            if len(content) > len(part):
-                raise StorageError(f"{self}: the server sends whole files where a part is asked for")
-            part[: len(content)] = content
+        def read_range(begin: int) -> int:
+            target = memory[begin : begin + RANGE]
+            content = self._call(
+                "cat_file", str(self), start=offset + begin, end=offset + begin + len(target)
+            )
+            if len(content) > len(target):
+                raise StorageError(f"{self}: the server ignores range requests and sends entire files")
+            target[: len(content)] = content
             return len(content)
 
         begins = range(0, len(memory), RANGE)
         if len(begins) == 1:
-            return one(0)
-        return sum(_threads(os.getpid()).map(one, begins))
+            return read_range(0)
+        return sum(_threads(os.getpid()).map(read_range, begins))
 
     # Writing
 
     def write_new(self, content: bytes) -> None:
-        """Write a small file that is not there; whole, by one request.
+        """Create a small file with one request.
 
         Raises:
-            FileExistsError: it is there already, with another content.
+            FileExistsError: it exists with other contents.
         """
         exclusive = (
             {"mode": "create"} if hasattr(self.file_system, "call_s3") or self.scheme in ("gs", "gcs") else {}
@@ -188,7 +192,7 @@ class RemotePath:
         try:
             self._call("pipe_file", str(self), content, **exclusive)
         except FileExistsError:
-            if self.read_bytes() != content:  # else it is our own, of a try whose answer was lost
+            if self.read_bytes() != content:  # else an earlier attempt succeeded, but its response was lost
                 raise
 
     def read_bytes(self) -> bytes:
@@ -203,7 +207,7 @@ class RemotePath:
         pass
 
     def remove_tree(self, *, first: tuple[str, ...] = ()) -> None:
-        """Delete all that lies under this name, the files ``first`` before any other."""
+        """Delete everything below this path, the files ``first`` before all others."""
         for name in first:
             (self / name).unlink()
         for path in self.iterdir():
@@ -212,11 +216,11 @@ class RemotePath:
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         fs = self.file_system
-        return again(lambda: run_call(fs, method, *args, **options), str(self))
+        return retry(lambda: run_call(fs, method, *args, **options), str(self))
 
 
 class _Reader(io.RawIOBase):
-    """Bytes of a file by blocks, of which the last are kept; who reads on gets larger ones."""
+    """Reads a file in blocks, caches the latest, and increases their size for sequential reads."""
 
     def __init__(self, path: RemotePath, size: int):
         self._path, self._size, self._at = path, size, 0
@@ -241,13 +245,13 @@ class _Reader(io.RawIOBase):
         if self._at >= self._size or not memory:
             return 0
         begin, block = self._block()
-        part = block[self._at - begin : self._at - begin + len(memory)]
-        memory[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+        content = block[self._at - begin : self._at - begin + len(memory)]
+        memory[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
     def _block(self) -> tuple[int, memoryview]:
-        """The block with the byte that is next."""
+        """Return the offset and contents of the block with the current position."""
         begin, length = self._at // _FIRST_BLOCK * _FIRST_BLOCK, _FIRST_BLOCK
         for start, block in self._blocks:
             if start <= self._at < start + len(block):
@@ -257,8 +261,8 @@ class _Reader(io.RawIOBase):
         memory = memoryview(bytearray(min(length, self._size - begin)))
         if self._path.read_into(memory, begin) != len(memory):
             raise StorageError(f"{self._path} was replaced while it was read")
-        kept = 7 if length == _FIRST_BLOCK else 1
-        self._blocks = [*self._blocks[-kept:], (begin, memory)]
+        keep = 7 if length == _FIRST_BLOCK else 1
+        self._blocks = [*self._blocks[-keep:], (begin, memory)]
         return begin, memory
 
 
@@ -268,12 +272,12 @@ def _threads(process: int) -> ThreadPoolExecutor:
 
 
 class Upload:
-    """A file that the back end's own writer uploads part by part."""
+    """A file open for writing, uploaded in parts by the backend's writer."""
 
     def __init__(self, path: RemotePath):
         self._path = path
         fs = file_system(path.scheme, os.getpid(), TRIES)
-        self._file = self._told(lambda: fs.open(str(path), "wb", block_size=PART))
+        self._file = self._call(lambda: fs.open(str(path), "wb", block_size=PART))
         self._bytes = 0
 
     def __enter__(self) -> Any:
@@ -287,7 +291,7 @@ class Upload:
         self._bytes += len(content)
         for begin in range(0, len(content), PART):
             part = content[begin : begin + PART]
-            self._told(lambda part=part: self._file.write(part))  # type: ignore[misc]
+            self._call(lambda part=part: self._file.write(part))  # type: ignore[misc]
         return len(data)
 
     def flush(self) -> None:
@@ -295,7 +299,7 @@ class Upload:
 
     def close(self) -> None:
         if not self._file.closed:
-            self._told(self._file.close)
+            self._call(self._file.close)
             check_size(self._path, self._bytes)
 
     def abort(self) -> None:
@@ -303,33 +307,33 @@ class Upload:
             self._file.discard()
         self._file.closed = True
 
-    def _told(self, call: Callable[[], Any]) -> Any:
-        return again(call, str(self._path), patience=0)  # the writer has tried again already
+    def _call(self, call: Callable[[], Any]) -> Any:
+        return retry(call, str(self._path), patience=0)  # the writer itself retries
 
 
 def check_size(path: RemotePath, size: int) -> None:
-    """Raise StorageError if the file at ``path`` has not ``size`` bytes."""
+    """Raise StorageError unless the file at ``path`` has ``size`` bytes."""
     with suppress(FileNotFoundError):
         if path.stat().st_size == size:
             return
-    raise StorageError(f"{path} is not there in its {size:,} bytes, though the store has taken them")
+    raise StorageError(f"{path} does not have {size:,} bytes, although the store accepted them")
 
 
-def end_uploads(folder: RemotePath) -> int:
-    """End the uploads of files under ``folder`` that a killed process has left; how many there were. Of S3:
-    other stores forget them by themselves."""
+def abort_uploads(folder: RemotePath) -> int:
+    """Abort the multipart uploads below ``folder`` of killed processes. Returns their number. Only S3 needs
+    this."""
     fs = folder.file_system
     if not hasattr(fs, "call_s3"):
         return 0
     bucket, prefix, _ = fs.split_path(f"{folder}/step-")
     try:
-        found = again(
+        response = retry(
             lambda: run_call(fs, "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix),
             str(folder),
         )
-    except StorageError:  # what is not allowed everywhere, and costs only storage
+    except StorageError:  # some stores deny it, and leftovers only take space
         return 0
-    uploads = found.get("Uploads") or []
+    uploads = response.get("Uploads") or []
     for upload in uploads:
         name = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
         with suppress(Exception):

@@ -1,1 +1,1 @@
-"""Formats of weights on disk, read by region and written by stream; conversion from one to another."""
+"""Reading, writing and conversion of weight formats."""

@@ -1,8 +1,7 @@
-"""Writes a checkpoint of a model alone, whose tensors are read as they are written.
+"""Writing of model-only checkpoints, reading each tensor when it is written.
 
-A file has about 1 GiB, and at most four are in memory at once. The commit is that of a run's saves: hashes,
-manifest, one rename. A writer that is killed leaves a ``step-N.tmp-`` folder, which the next one in that
-folder removes, as the start of a run does.
+Files have about 1 GiB, and at most four are in memory at once. The commit is that of a run's saves: hashes,
+manifest, one rename. A killed writer leaves a ``step-N.tmp-`` folder, which the next writer or run removes.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from toolkit.checkpoint.dcp_storage import CommittingWriter, Files, RowByRow, read_metadata
+from toolkit.checkpoint.dcp_storage import CommittingWriter, ContiguousSavePlanner, Files, read_metadata
 from toolkit.checkpoint.local_steps import clear, temporary_name
 from toolkit.checkpoint.manager import commit_folder, without_crc32
 from toolkit.compat import StoragePrefix
 from toolkit.errors import CheckpointError
-from toolkit.io.locks import LOCK, claimed
-from toolkit.io.work_folder import in_progress, refuse_existing
+from toolkit.io.locks import LOCK, exclusive_lock
+from toolkit.io.work_folder import reject_existing, write_in_progress
 from toolkit.launcher.environment import threads
 from toolkit.weights.folder_write import Progress
 from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import cut_into_files, in_order
+from toolkit.weights.views import in_order, split_into_files
 
 FILE_BYTES = 1 << 30
 FILES_AT_ONCE = 4
@@ -47,12 +46,12 @@ def write_dcp(
 ) -> None:
     """Write ``source`` as the checkpoint ``out``, a step-N, with ``run`` (JSON types) in the manifest.
 
-    ``check`` sees what was written before it is committed.
+    ``check`` is called with the written weights before they are committed.
 
     Raises:
-        DataError: there is such a step already, or another process is writing in its folder; both stay.
-        CheckpointError: it cannot be written; nothing is left.
-        ToolkitError: a tensor cannot be read, or ``check`` has failed; nothing is left.
+        DataError: the step exists, or another process is writing in its folder.
+        CheckpointError: it cannot be written; the output is removed.
+        ToolkitError: a tensor cannot be read, or ``check`` failed; the output is removed.
     """
     work = temporary_name(out)
 
@@ -62,26 +61,26 @@ def write_dcp(
         commit_folder(work, out, files, metadata, run)
 
     try:
-        with claimed(out.parent / LOCK):  # that of a run which saves there
-            refuse_existing(out)
+        with exclusive_lock(out.parent / LOCK):  # the lock of a run that saves there
+            reject_existing(out)
             for _ in clear(out.parent):
                 pass
             work.mkdir()
             _write(source, CommittingWriter(work, commit), progress)
     except BlockingIOError as error:
-        raise in_progress(out, error) from None
+        raise write_in_progress(out, error) from None
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error}\n  Nothing of it is left."
+            f"{out} could not be written: {error.strerror or error}\n  The incomplete output was removed."
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        with suppress(OSError):  # others may have something there
+        with suppress(OSError):  # it may not be empty
             out.parent.rmdir()
 
 
-class _ReadAsWritten(RowByRow):
-    """Gives each tensor of a source when its turn to be written has come."""
+class _LazySavePlanner(ContiguousSavePlanner):
+    """Reads each tensor from the source when it is written."""
 
     def __init__(self, source: WeightSource, progress: Progress):
         super().__init__()
@@ -95,7 +94,7 @@ class _ReadAsWritten(RowByRow):
 
 def _write(source: WeightSource, writer: CommittingWriter, progress: Progress) -> None:
     tensors = in_order(source)
-    planner = _ReadAsWritten(source, progress)
+    planner = _LazySavePlanner(source, progress)
     planner.set_up_planner(
         {
             MODEL_PREFIX + name: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -106,12 +105,12 @@ def _write(source: WeightSource, writer: CommittingWriter, progress: Progress) -
     [plan], metadata = planner.create_global_plan([planner.create_local_plan()])
     items = {item.index.fqn.removeprefix(MODEL_PREFIX): item for item in plan.items}
 
-    def one(number: int, names: Iterable[str]) -> list[WriteResult]:
+    def write_file(number: int, names: Iterable[str]) -> list[WriteResult]:
         prefix = StoragePrefix(f"__{number}_")
-        part = replace(plan, items=[items[name] for name in names], storage_data=prefix)
-        return writer.write_data(part, planner).value()
+        file_plan = replace(plan, items=[items[name] for name in names], storage_data=prefix)
+        return writer.write_data(file_plan, planner).value()
 
-    files = cut_into_files(tensors, FILE_BYTES)
+    files = split_into_files(tensors, FILE_BYTES)
     with without_crc32(), ThreadPoolExecutor(min(threads(), FILES_AT_ONCE)) as pool:
-        written = list(pool.map(one, range(len(files)), files))
+        written = list(pool.map(write_file, range(len(files)), files))
     writer.finish(metadata, written)

@@ -1,4 +1,4 @@
-"""Hands a run's checkpoint on as a Hugging Face folder, while the run goes on."""
+"""Export of a run's checkpoint as a Hugging Face folder, during the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.distributed.agreement import Ranks
-from toolkit.weights.hf_assets import Companions, asked_bos, tokenizer_companions
+from toolkit.weights.hf_assets import Companions, configured_add_bos, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.open import CheckpointWeights
 from toolkit.weights.views import Cast
@@ -27,25 +27,25 @@ def export_hf(
 ) -> None:
     """Write the model in a committed ``step_folder`` as ``out``, in ``dtype``, with the tokenizer's files.
 
-    Collective: each of ``ranks`` writes its share of the files, reading what it needs from the checkpoint,
-    which has just been written and is not hashed again. ``out`` appears whole; one of before is replaced.
+    Collective: each of ``ranks`` writes part of the files, reading what it needs from the checkpoint, which
+        was
+    just written and is not verified again. ``out`` is replaced atomically.
 
     Raises:
-        CheckpointError, DataError: on every rank alike. A checkpoint or tokenizer that cannot be read, or a
-            folder that cannot be written.
+        CheckpointError, DataError: on every rank: the checkpoint or tokenizer cannot be read, or the folder
+            cannot be written.
     """
 
-    def opened() -> tuple[Metadata, dict[str, Any], Companions]:
+    def open_inputs() -> tuple[Metadata, dict[str, Any], Companions]:
         manifest, metadata = open_checkpoint(step_folder, verify=False)
-        run = manifest["run"]
-        return (
-            metadata,
-            run,
-            tokenizer_companions(tokenizer_path, add_bos=asked_bos(run)) if tokenizer_path else Companions(),
-        )
+        run, companions = manifest["run"], Companions()
+        if tokenizer_path:
+            companions = tokenizer_companions(tokenizer_path, add_bos=configured_add_bos(run))
+        return metadata, run, companions
 
-    metadata, run, beside = ranks.on_rank_0(opened)
+    metadata, run, companions = ranks.on_rank_0(open_inputs)
     source = Cast(CheckpointWeights(step_folder, metadata, run), dtype)
     write_hf(
-        source, out, tokens=beside.tokens, others=beside.files, ranks=ranks, max_bytes=max_bytes, replace=True
-    )
+        source, out, tokens=companions.tokens, others=companions.files, ranks=ranks, max_bytes=max_bytes,
+        replace=True,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Writes folders of weights a file at a time, in a work folder that gets its name when it is whole.
+"""Writing of weight folders one file at a time, in a work folder that is renamed when it is complete.
 
-The ranks of ``ranks`` write whole files each, so that they need share no more than a file system. A process
-that is killed is gone on with from the last file that it finished.
+Each rank writes entire files, so that ranks share only a file system. After a process was killed, the same
+call resumes after the last finished file.
 """
 
 from __future__ import annotations
@@ -18,28 +18,34 @@ from safetensors import SafetensorError
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.io.atomic import sync_file, sync_folder
-from toolkit.io.locks import claimed
-from toolkit.io.work_folder import in_progress, refuse_existing, state_of, take_place, work_folder
+from toolkit.io.locks import exclusive_lock
+from toolkit.io.work_folder import file_state, reject_existing, replace_folder, work_folder, write_in_progress
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import places
+from toolkit.weights.views import source_paths
 
 Progress = Callable[[int], None]
-"""Is told bytes as they are done."""
+"""Called with the number of bytes written or skipped."""
 
 
 def no_progress(count: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to be: files of weights with the tensors (our names) of each, and others of which the content
-    is there. ``write`` writes the tensors of one file to a path; ``opened`` reads the folder back."""
+    """Contents of a folder to write.
+
+    Attributes:
+        files: tensors (our names) of each file of weights.
+        others: contents of other files.
+        write: writes the tensors of one file to a path.
+        open: opens the folder for reading.
+    """
 
     files: Mapping[str, Sequence[str]]
     others: Mapping[str, bytes]
     write: Callable[[Path, Sequence[str]], None]
-    opened: Callable[[Path], WeightSource]
+    open: Callable[[Path], WeightSource]
 
 
 def write_folder(
@@ -52,56 +58,56 @@ def write_folder(
     check: Callable[[WeightSource], None] | None = None,
     replace: bool = False,
 ) -> None:
-    """Make ``folder`` at ``out`` from ``source``; each of ``ranks`` writes its share of the files.
+    """Write ``folder`` to ``out`` from ``source``; each of ``ranks`` writes part of the files.
 
-    ``progress`` is told here of files that are there already. ``check`` sees what was written before it has
-    its name. With ``replace``, what is at ``out`` already goes when the new one is whole.
+    ``progress`` is called here only for files that exist already. ``check`` is called with the written
+    weights before the rename. With ``replace``, an existing ``out`` is replaced when the new folder is
+    complete.
 
     Raises:
-        CheckpointError: it cannot be written; finished files stay, and the same call goes on with them.
-        DataError, CheckpointError: the source is damaged, or ``check`` has failed; nothing is left.
-        DataError: something is at ``out`` that is not to be replaced, or another process is writing it; it
-            stays.
+        CheckpointError: it cannot be written; finished files are kept, and the same call resumes with them.
+        DataError, CheckpointError: the source is damaged, or ``check`` failed; the output is removed.
+        DataError: ``out`` exists and is not to be replaced, or another process is writing it.
     """
-    with ExitStack() as held:  # by rank 0
-        work = ranks.on_rank_0(partial(_begin, source, out, folder, replace, held))
-        broken, full = _share(source, work, folder, ranks, progress)
-        failures = ranks.gather_problems(broken)
+    with ExitStack() as locks:  # of rank 0
+        work = ranks.on_rank_0(partial(_begin, source, out, folder, replace, locks))
+        source_errors, write_errors = _write_files(source, work, folder, ranks, progress)
+        failures = ranks.gather_problems(source_errors)
         if failures:
             ranks.on_rank_0(lambda: shutil.rmtree(work, ignore_errors=True))
             raise DataError("\n  ".join(failures))
-        unwritten = ranks.gather_problems(full)
-        if unwritten:
+        failures = ranks.gather_problems(write_errors)
+        if failures:
             raise CheckpointError(
-                f"{out} could not be written: {'; '.join(unwritten)}\n"
-                f"  Whole files stay in {work}: the same again goes on from there."
+                f"{out} could not be written: {'; '.join(failures)}\n"
+                f"  Finished files are kept in {work}: run the same command again to resume."
             )
-        ranks.on_rank_0(partial(_end, work, out, folder, check, replace))
+        ranks.on_rank_0(partial(_finish, work, out, folder, check, replace))
 
 
-def _begin(source: WeightSource, out: Path, folder: Folder, replace: bool, held: ExitStack) -> Path:
+def _begin(source: WeightSource, out: Path, folder: Folder, replace: bool, locks: ExitStack) -> Path:
     plan = [
-        [(str(place.resolve()), state_of(place)) for place in places(source)],
+        [(str(path.resolve()), file_state(path)) for path in source_paths(source)],
         [(file, *tensors) for file, tensors in folder.files.items()],
         [(name, str(stored)) for name, stored in source.tensors.items()],
     ]
     work = work_folder(out, plan)
     try:
-        held.enter_context(claimed(out.with_name(f"{out.name}.lock")))
+        locks.enter_context(exclusive_lock(out.with_name(f"{out.name}.lock")))
         if not replace:
-            refuse_existing(out)
+            reject_existing(out)
         work.mkdir(parents=True, exist_ok=True)
     except BlockingIOError as error:
-        raise in_progress(out, error) from None
+        raise write_in_progress(out, error) from None
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror}: {error.filename}") from None
     return work
 
 
-def _share(
+def _write_files(
     source: WeightSource, work: Path, folder: Folder, ranks: Ranks, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    """Write this rank's files; what is wrong with the source, and what with the disk."""
+    """Write this rank's files. Returns errors of the source and errors of writing."""
     try:
         for name in list(folder.files)[ranks.rank :: ranks.size]:
             if (work / name).exists():
@@ -121,11 +127,11 @@ def _share(
     return [], []
 
 
-def _end(
+def _finish(
     work: Path, out: Path, folder: Folder, check: Callable[[WeightSource], None] | None, replace: bool
 ) -> None:
     try:
-        for path in work.iterdir():  # of a try that was stopped, whose companions may have been others
+        for path in work.iterdir():  # remove other files of an interrupted attempt
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name not in {*folder.files, *folder.others}:
@@ -137,13 +143,13 @@ def _end(
                 sync_file(file)
         if check:
             try:
-                check(folder.opened(work))
+                check(folder.open(work))
             except (DataError, CheckpointError):
                 shutil.rmtree(work, ignore_errors=True)
                 raise
         if not replace:
-            refuse_existing(out)  # it may have come up meanwhile
+            reject_existing(out)  # it may have been created meanwhile
         sync_folder(work)
-        take_place(work, out)
+        replace_folder(work, out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror}: {error.filename}") from error

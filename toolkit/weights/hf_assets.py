@@ -1,4 +1,4 @@
-"""Companions of weights that are handed on: the files of the tokenizer, and the special tokens' ids."""
+"""Tokenizer files and special token ids that accompany exported weights."""
 
 from __future__ import annotations
 
@@ -38,114 +38,119 @@ _NAMES = (
 
 
 def tokenizer_of(source: WeightSource) -> Path | None:
-    """The tokenizer beside the weights, or in the folder above, where Meta keeps one for several sizes; for a
-    checkpoint the one that it was made with, at a path that starts where we are if it is relative."""
-    places = [source.place]
+    """Find the tokenizer next to the weights, or in the parent folder, where Meta stores one for several
+    sizes; for a checkpoint, the one it was trained with (relative paths start at the working directory)."""
+    paths = [source.place]
     if isinstance(origin(source), MetaFolder):
-        places.append(source.place.parent)
+        paths.append(source.place.parent)
     if run := run_of(source):
-        trained = saved_settings(run)
-        named = [
+        settings = saved_settings(run)
+        configured = [
             run.get("tokenizer"),
-            trained.get("model.tokenizer_path"),
-            trained.get("model.hf_assets_path"),
+            settings.get("model.tokenizer_path"),
+            settings.get("model.hf_assets_path"),
         ]
-        places = [expand_user(name) for name in named if name]
-        found = next((place for place in places if _has_tokenizer(place)), None)
-        tokens, template = trained.get("model.additional_special_tokens", ()), _template(trained)
+        paths = [expand_user(path) for path in configured if path]
+        found = next((path for path in paths if _has_tokenizer(path)), None)
+        tokens, template = settings.get("model.additional_special_tokens", ()), _template(settings)
         if found is None or not (tokens or template):
             return found
-        return extended(found, trained["data.cache_folder"], tokens=tokens, template=template)
-    return next((place for place in places if _has_tokenizer(place)), None)
+        return extended(found, settings["data.cache_folder"], tokens=tokens, template=template)
+    return next((path for path in paths if _has_tokenizer(path)), None)
 
 
-def _template(trained: Mapping[str, Any]) -> str | None:
-    """The chat template of a run with these settings, as long as it is where it was; None for a family's."""
-    asked = trained.get("data.chat_template")
-    if not asked:
+def _template(settings: Mapping[str, Any]) -> str | None:
+    """Return the chat template of a run's settings if its file still exists; None for a family's format."""
+    path = settings.get("data.chat_template")
+    if not path:
         return None
     from toolkit.data.chat.formats import template_text  # needs jinja
 
     with contextlib.suppress(DataError):
-        return template_text(asked)
+        return template_text(path)
     return None
 
 
 def run_of(source: WeightSource) -> Mapping[str, Any]:
-    """Facts of the run that a checkpoint's or an adapter's manifest tells; none for other weights."""
+    """Return ``run`` in the manifest of a checkpoint or adapter; {} for other weights."""
     return getattr(origin(source), "run", {})
 
 
-def asked_bos(run: Mapping[str, Any]) -> bool | None:
-    """``model.add_bos_token`` of a checkpoint's ``run``."""
+def configured_add_bos(run: Mapping[str, Any]) -> bool | None:
+    """Return ``model.add_bos_token`` of a checkpoint's ``run``."""
     return saved_settings(run).get("model.add_bos_token")
 
 
 def special_tokens_of(source: WeightSource) -> Mapping[str, Any]:
-    """The ids of "bos", "eos" (one, or all that end a text) and "pad" that the weights tell themselves: by
-    the manifest of a checkpoint that was converted, else by generation_config.json before config.json.
+    """Return the ids of "bos", "eos" (one or a list) and "pad" stored with the weights: in the manifest of a
+    converted checkpoint, or in generation_config.json, or in config.json.
 
     Raises:
         DataError: such a file cannot be read.
     """
-    there = origin(source)
-    if not isinstance(there, SafetensorsFolder | MetaFolder):
-        return run_of(there).get("special_tokens") or {}
+    base = origin(source)
+    if not isinstance(base, SafetensorsFolder | MetaFolder):
+        return run_of(base).get("special_tokens") or {}
     found: dict[str, Any] = {}
     for name in (CONFIG, GENERATION_CONFIG):
-        values = read_object(there.place / name) if (there.place / name).is_file() else {}
-        said = {key: values.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
-        found |= {key: value for key, value in said.items() if value is not None}
+        values = read_object(base.place / name) if (base.place / name).is_file() else {}
+        ids = {key: values.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
+        found |= {key: value for key, value in ids.items() if value is not None}
     return found
 
 
 def eos_ids(source: WeightSource) -> tuple[int, ...]:
-    """Every id that ends a text by what the weights tell themselves; none where they do not.
+    """Return every EOS id stored with the weights; () if there is none.
 
     Raises:
-        DataError: a file that tells it cannot be read, or tells something else.
+        DataError: a file with the ids cannot be read, or has another type of value.
     """
-    told = special_tokens_of(source).get("eos")
-    ids = told if isinstance(told, list) else [] if told is None else [told]
+    eos = special_tokens_of(source).get("eos")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) for token in ids):
-        raise DataError(f"{source.place}: eos_token_id must be an id or a list of ids, not {told!r}")
+        raise DataError(f"{source.place}: eos_token_id must be an id or a list of ids, not {eos!r}")
     return tuple(ids)
 
 
-def _has_tokenizer(place: Path) -> bool:
-    return place.is_file() or any((place / name).is_file() for name in CANDIDATES)
+def _has_tokenizer(path: Path) -> bool:
+    return path.is_file() or any((path / name).is_file() for name in CANDIDATES)
 
 
 @dataclass(frozen=True)
 class Companions:
-    """``files`` by name, of which transformers alone needs those ``made`` here; ``entries`` is how many ids
-    the tokenizer at ``place`` has, 0 without one."""
+    """Files that accompany weights.
+
+    Attributes:
+        files: contents by name.
+        entries: number of ids of the tokenizer at ``place``; 0 without one.
+        generated: names of the files that were generated here, which only transformers needs.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: SpecialTokens = SpecialTokens()
     entries: int = 0
     place: Path | None = None
-    made: frozenset[str] = frozenset()
+    generated: frozenset[str] = frozenset()
 
 
 def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companions:
-    """Collect the files of the tokenizer in a folder, or of the file itself, as they are, by name.
+    """Collect the files of a tokenizer folder or file.
 
-    A tiktoken file without a tokenizer.json gets one, which transformers needs. Where ``add_bos`` is not what
-    the files say, they are made to say it. What ends a text is what the tokenizer names, and what the chat
-    template among the files writes behind an answer.
+    A tiktoken file without a tokenizer.json gets one, which transformers needs. If ``add_bos`` differs from
+    the files, they are changed. EOS ids are the tokenizer's, and those that the chat template writes after an
+    answer.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: there is no tokenizer, or it is damaged.
     """
     found, tokenizer = find(path), load_tokenizer(path, add_bos=add_bos)
-    beside = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
-    files = {name: file.read_bytes() for name, file in beside.items()} | {found.path.name: found.content}
-    made = tokenizer_json(tokenizer, found.content) if tokenizer.kind == "tiktoken" else {}
-    names = made.keys() - files.keys()
-    files = made | files
+    paths = {name: found.folder / name for name in _NAMES if (found.folder / name).is_file()}
+    files = {name: file.read_bytes() for name, file in paths.items()} | {found.path.name: found.content}
+    generated = tokenizer_json(tokenizer, found.content) if tokenizer.kind == "tiktoken" else {}
+    names = generated.keys() - files.keys()
+    files = generated | files
     if tokenizer.adds_bos != adds_bos(found, tokenizer.bos_id):
-        files |= _saying_bos(files, tokenizer)
+        files |= _with_add_bos(files, tokenizer)
         names -= {"tokenizer_config.json"}
     stops = _stop_ids(tokenizer, files)
     eos = list(stops) if len(stops) > 1 else tokenizer.eos_id
@@ -154,21 +159,22 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
 
 
 def _stop_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """The tokenizer's, and those of the chat template among its ``files``, if that can be used."""
+    """Return the stop ids of the chat template among ``files`` if it is usable, or else of the tokenizer."""
     if TEMPLATE in files or b'"chat_template"' in files.get("tokenizer_config.json", b""):
         from toolkit.data.chat.template import template_beside  # needs jinja
 
         with contextlib.suppress(DataError):
-            if form := template_beside(tokenizer):
-                return form.stop_ids
+            if chat_format := template_beside(tokenizer):
+                return chat_format.stop_ids
     return tokenizer.stop_ids
 
 
-def _saying_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Rewrite those of ``files`` that say whether texts begin with BOS to what ``tokenizer`` does."""
+def _with_add_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the ``files`` that determine whether texts begin with BOS, changed to what ``tokenizer``
+    does."""
     config = json.loads(files.get("tokenizer_config.json", b"{}")) | {"add_bos_token": tokenizer.adds_bos}
-    saying = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
-    if described := files.get("tokenizer.json"):
-        changed = json.loads(described) | {"post_processor": post_processor(tokenizer)}
-        saying["tokenizer.json"] = json.dumps(changed, ensure_ascii=False).encode()
-    return saying
+    changed = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+    if content := files.get("tokenizer.json"):
+        values = json.loads(content) | {"post_processor": post_processor(tokenizer)}
+        changed["tokenizer.json"] = json.dumps(values, ensure_ascii=False).encode()
+    return changed

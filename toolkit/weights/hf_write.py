@@ -1,7 +1,7 @@
-"""Writes a Hugging Face folder: safetensors files of at most 5 GB with their index, and the configs.
+"""Writing of Hugging Face folders: safetensors files of at most 5 GB with their index, and the configs.
 
-The dtype is the source's: :class:`toolkit.weights.views.Cast` changes it. The ranks of ``ranks`` write whole
-files each, of which one at a time is in memory.
+The dtype is the source's; :class:`toolkit.weights.views.Cast` changes it. Each rank writes entire files, with
+one at a time in memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from toolkit.weights.folder_write import Folder, Progress, no_progress, write_fo
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import cut_into_files, in_order
+from toolkit.weights.views import in_order, split_into_files
 
 MAX_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that config.json tells: what begins, ends (all that end) and fills a text."""
+    """Ids in config.json: BOS, EOS (one or several) and padding."""
 
     bos: int | None = None
     eos: int | list[int] | None = None
@@ -55,39 +55,39 @@ def write_hf(
     check: Callable[[WeightSource], None] | None = None,
     replace: bool = False,
 ) -> None:
-    """Write ``source`` as a Hugging Face folder ``out``, with ``others`` (the tokenizer) beside the weights.
+    """Write ``source`` as a Hugging Face folder ``out``, with the files ``others`` (the tokenizer).
 
-    For the rest see :func:`toolkit.weights.folder_write.write_folder`.
+    For other arguments see :func:`toolkit.weights.folder_write.write_folder`.
     """
-    shards = cut_into_files(in_order(source), max_bytes)
+    shards = split_into_files(in_order(source), max_bytes)
     files = dict(zip(shard_names(len(shards)), map(list, shards), strict=True))
     folder = Folder(
         files=files,
         others=_configs(source, tokens) | (_index(source, files) if len(files) > 1 else {}) | dict(others),
         write=partial(_save, source, progress),
-        opened=SafetensorsFolder,
+        open=SafetensorsFolder,
     )
     write_folder(source, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
 
 
 def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
-    """generation_config.json with the ids that there are; no file where there are none."""
+    """Return generation_config.json with the ids that are set; no file if there are none."""
     ids = generation_config_json(**asdict(tokens))
     return {GENERATION_CONFIG: _json(ids)} if ids else {}
 
 
 def shard_names(count: int) -> list[str]:
-    """Names of the files."""
+    """Return the names of ``count`` safetensors files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[str]) -> None:
-    """Write one file, which is in memory whole: its tensors are read by several threads."""
+    """Write one file from memory; several threads read its tensors."""
     rows = table(source.args)
 
-    def one(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         tensor = source.read(name)
         if head_dim := rows[name].rotary:
             order = hf_row_order(range(len(tensor)), head_dim)
@@ -96,8 +96,7 @@ def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[
         return tensor
 
     with ThreadPoolExecutor(threads()) as pool:
-        theirs = map(rows.to_hf, names)
-        tensors = dict(zip(theirs, pool.map(one, names), strict=True))
+        tensors = dict(zip(map(rows.to_hf, names), pool.map(read, names), strict=True))
     save_file(tensors, path, metadata={"format": "pt"})
 
 

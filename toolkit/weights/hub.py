@@ -1,4 +1,4 @@
-"""Uploads a folder to the Hugging Face Hub, by the package huggingface_hub and whoever is logged in there."""
+"""Upload of a folder to the Hugging Face Hub with huggingface_hub and its login."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WEIGHTS = (
     "generation_config.json",
     "adapter_config.json",
 )
-"""Weights of an export, and what tells of them: of an earlier one they would be read in place of ours."""
+"""Files of an export, deleted from an earlier one because they might be read in place of the new ones."""
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload ``folder`` as the content of the model ``repository``, user/name; a new one is private.
+    """Upload ``folder`` to the model ``repository`` (user/name), which is created as private if needed.
 
-    Weights of before that ``folder`` does not have go from there. Returns its address.
+    Earlier weights that are not in ``folder`` are deleted there. Returns the repository's URL.
 
     Raises:
-        CheckpointError: it could not be done; no token is in the message.
+        CheckpointError: the upload failed; the message contains no token.
     """
     from huggingface_hub import HfApi
 
@@ -40,11 +40,11 @@ def push_folder(folder: Path, repository: str) -> str:
             commit_message=f"Upload {folder.name} of a training run",
             delete_patterns=[*_WEIGHTS],
         )
-    except Exception as error:  # of many packages: requests of the network, files, rights
-        said = one_line(_TOKEN.sub("hf_…", f"{type(error).__name__}: {error}"))
+    except Exception as error:  # of several packages: network, files, permissions
+        reason = one_line(_TOKEN.sub("hf_…", f"{type(error).__name__}: {error}"))
         raise CheckpointError(
-            f"{folder} could not be uploaded to {repository}: {said}\n"
-            "  It is whole. To upload it: hf auth login, then the same command again, or "
-            f"hf upload {repository} {folder}"
+            f"{folder} could not be uploaded to {repository}: {reason}\n"
+            "  The folder is complete. To upload it, log in with hf auth login, then run the same command "
+            f"again, or hf upload {repository} {folder}"
         ) from None
     return str(address)

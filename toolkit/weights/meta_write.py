@@ -1,7 +1,8 @@
-"""Writes a Meta folder of one part: consolidated.00.pth and params.json.
+"""Writing of Meta folders with one file: consolidated.00.pth and params.json.
 
-torch itself lays the file out, from tensors without memory (``skip_data``), and the bytes follow, a tensor at
-a time. A tied head is stored under its own name, as Meta's programs expect it, in the bytes of the embedding.
+torch writes the file's layout from tensors without data (``skip_data``); the bytes are then written one
+tensor at a time. A tied head is stored under its own name, as Meta's programs expect, sharing the bytes of
+the embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.meta_folder import MetaFolder
-from toolkit.weights.source import Stored, WeightSource
+from toolkit.weights.source import StoredTensor, WeightSource
 from toolkit.weights.views import in_order
 
 PART = "consolidated.00.pth"
@@ -35,28 +36,28 @@ def write_meta(
     progress: Progress = no_progress,
     check: Callable[[WeightSource], None] | None = None,
 ) -> None:
-    """Write ``source`` as a Meta folder ``out``, with ``others`` (the tokenizer) beside the weights.
+    """Write ``source`` as a Meta folder ``out``, with the files ``others`` (the tokenizer).
 
-    For the rest see :func:`toolkit.weights.folder_write.write_folder`.
+    For other arguments see :func:`toolkit.weights.folder_write.write_folder`.
     """
 
     def write(path: Path, names: Sequence[str]) -> None:
-        _lay_out(path, in_order(source), tied=source.args.tie_embeddings)
+        _write_layout(path, in_order(source), tied=source.args.tie_embeddings)
         with path.open("rb+") as file:
-            for name, begin in _begins(path).items():
+            for name, begin in _offsets(path).items():
                 tensor = source.read(name)
                 file.seek(begin)
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                 progress(tensor.nbytes)
 
-    form = spec(source.args.family).meta_params()
-    assert form, f"Meta's files cannot hold {source.args.family}"
-    params = (json.dumps(form.params_json(source.args)) + "\n").encode()
+    meta_params = spec(source.args.family).meta_params()
+    assert meta_params, f"Meta's format does not support {source.args.family}"
+    params = (json.dumps(meta_params.params_json(source.args)) + "\n").encode()
     folder = Folder({PART: list(in_order(source))}, {PARAMS: params, **others}, write, MetaFolder)
     write_folder(source, out, folder, ranks=ranks, progress=progress, check=check)
 
 
-def _lay_out(path: Path, tensors: Mapping[str, Stored], *, tied: bool) -> None:
+def _write_layout(path: Path, tensors: Mapping[str, StoredTensor], *, tied: bool) -> None:
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         content = OrderedDict(
             (name, torch.empty(stored.shape, dtype=stored.dtype)) for name, stored in tensors.items()
@@ -65,13 +66,13 @@ def _lay_out(path: Path, tensors: Mapping[str, Stored], *, tied: bool) -> None:
             content[HEAD] = content[EMBEDDING]
         try:
             torch.save(content, path)
-        except RuntimeError as error:  # torch's zip writer speaks of positions in place of a full disk
+        except RuntimeError as error:  # torch's zip writer reports a wrong position if the disk is full
             raise OSError(f"torch could not write {path.name}, as on a full disk: {error}") from error
 
 
-def _begins(path: Path) -> dict[str, int]:
-    found = torch.load(path, map_location="meta", weights_only=True)
-    places = {name: checkpoint_offset(tensor) for name, tensor in found.items()}
-    if places.get(HEAD) == places[EMBEDDING]:
-        del places[HEAD]
-    return places
+def _offsets(path: Path) -> dict[str, int]:
+    content = torch.load(path, map_location="meta", weights_only=True)
+    offsets = {name: checkpoint_offset(tensor) for name, tensor in content.items()}
+    if offsets.get(HEAD) == offsets[EMBEDDING]:
+        del offsets[HEAD]
+    return offsets

@@ -1,7 +1,7 @@
-"""Opens weights on disk, whatever the format: a Hugging Face folder, a Meta folder, or a checkpoint.
+"""Opening of weights on disk in any format: a Hugging Face folder, a Meta folder, or a checkpoint.
 
-A checkpoint is a step-N folder; a folder of such, or a run's, stands for its newest. A folder that holds
-weights in two formats is rejected, since they may be of two models.
+A checkpoint is a step-N folder; for a folder of checkpoints, or a run's folder, the newest is opened. A
+folder with weights in two formats is rejected, because they may be of two models.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from toolkit.checkpoint.dcp_storage import tensors_of
+from toolkit.checkpoint.dcp_storage import tensor_entries
 from toolkit.checkpoint.manifest import MANIFEST, committed_steps, step_folder
-from toolkit.checkpoint.read_tensor import open_checkpoint, pieces, read_pieces
+from toolkit.checkpoint.read_tensor import open_checkpoint, read_chunks, saved_chunks
 from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
@@ -29,54 +29,53 @@ from toolkit.models.on_disk import EXPORTS
 from toolkit.models.registry import families
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
-from toolkit.weights.source import Region, Stored, WeightSource
+from toolkit.weights.source import Region, StoredTensor, WeightSource
 
 MODEL_PREFIX = "model."
-"""Beginning of the names of a model's tensors in a checkpoint."""
+"""Prefix of a model's tensors in a checkpoint."""
 
 _NEEDED = """it must be one of
     a Hugging Face folder: config.json and model.safetensors, or shards with model.safetensors.index.json
     a Meta folder: params.json and consolidated.00.pth, consolidated.01.pth …
-    a checkpoint of this toolkit: a step-N folder, or a folder of such"""
+    a checkpoint of this toolkit: a step-N folder, or a folder of step-N folders"""
 
 
 class CheckpointWeights:
-    """The model in a checkpoint, as a :class:`~toolkit.weights.source.WeightSource`: pieces that ranks have
-    saved, joined region by region.
+    """The model in a checkpoint, as a :class:`~toolkit.weights.source.WeightSource`.
 
-    ``metadata`` is the vetted index of the tensors, ``run`` what the manifest tells of the run.
+    ``metadata`` is the validated index of the tensors, ``run`` that of the manifest.
 
     Raises:
-        CheckpointError: the manifest does not tell the model's shape.
+        CheckpointError: the manifest has no valid model args.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, run: Mapping[str, Any]):
         self.place = folder
         self.run = run
         self.args = _args(folder, run.get("model"))
-        self.tensors: Mapping[str, Stored] = {
-            name.removeprefix(MODEL_PREFIX): Stored(tuple(entry.size), entry.properties.dtype)
-            for name, entry in tensors_of(metadata).items()
+        self.tensors: Mapping[str, StoredTensor] = {
+            name.removeprefix(MODEL_PREFIX): StoredTensor(tuple(entry.size), entry.properties.dtype)
+            for name, entry in tensor_entries(metadata).items()
             if name.startswith(MODEL_PREFIX)
         }
-        self._pieces = cache(lambda name: pieces(folder, metadata, MODEL_PREFIX + name))
+        self._chunks = cache(lambda name: saved_chunks(folder, metadata, MODEL_PREFIX + name))
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         """See :meth:`toolkit.weights.source.WeightSource.read`."""
         stored = self.tensors[name]
-        return read_pieces(self._pieces(name), stored.shape, stored.dtype, region, out)
+        return read_chunks(self._chunks(name), stored.shape, stored.dtype, region, out)
 
 
 _COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim")
 
 
 def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
-    """The shape as :func:`dataclasses.asdict` has written it, perhaps before a field was added."""
+    """Read model args written by :func:`dataclasses.asdict`, perhaps before a field was added."""
     given = Fields(shape or {})
     scaling = given.inner("rope_scaling")
     family = given.values.get("family", ModelArgs.family)
     if family not in families():
-        given.refuse("family", f"must be one of {', '.join(families())}, or what custom_import registers")
+        given.reject("family", f"must be {', '.join(families())}, or registered by job.custom_import")
     limits = {"n_layers": MAX_LAYERS}
     counts = {name: given.count(name, at_most=limits.get(name, MAX_SIZE)) for name in _COUNTS}
     args = ModelArgs(
@@ -100,12 +99,12 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         classifier=_classifier(given),
     )
     for name in given.values.keys() - {field.name for field in fields(ModelArgs)}:
-        given.refuse(name, "is no field of a model that this toolkit knows")
+        given.reject(name, "is not a model field of this toolkit")
     check_heads(
         given, heads="n_heads", kv_heads="n_kv_heads", n_heads=args.n_heads, n_kv_heads=args.n_kv_heads
     )
     try:
-        given.finish(f"the manifest of {folder} does not tell the shape of a model")
+        given.finish(f"the manifest of {folder} has no valid model args")
     except DataError as error:
         raise CheckpointError(str(error)) from None
     return args
@@ -117,52 +116,52 @@ def _classifier(given: Fields) -> Classifier | None:
         return None
     labels, sizes = inner.values.get("labels"), inner.values.get("hidden_sizes", [])
     if not isinstance(labels, list) or not all(isinstance(it, str) for it in labels) or len(labels) < 2:
-        inner.refuse("labels", "must be the names of two classes or more")
+        inner.reject("labels", "must be the names of at least two classes")
         labels = []
     if not isinstance(sizes, list) or not all(is_count(size, at_most=MAX_SIZE) for size in sizes):
-        inner.refuse("hidden_sizes", "must be sizes of layers")
+        inner.reject("hidden_sizes", "must be sizes of layers")
         sizes = []
     return Classifier(tuple(labels), tuple(sizes))
 
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:
-    """The weights at ``path``, of which only headers are read; with ``verify`` a checkpoint is hashed too,
-    by each of ``ranks`` its share: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
+    """Open the weights at ``path``, reading only headers; ``verify`` checks the hashes of a checkpoint,
+    divided
+    among ``ranks``: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
 
     Raises:
-        DataError, CheckpointError: there are none, or their headers, config or manifest are unusable.
+        DataError, CheckpointError: there are no weights, or their headers, config or manifest are invalid.
     """
     folder = expand_user(path)
     step = find_checkpoint(folder)
     if step is not None:
         if step != folder and (other := _first(folder, "*.safetensors", "consolidated.*.pth")):
             raise DataError(
-                f"{folder} holds two saves of a model, {other.name} and the checkpoint {step}\n"
-                f"  fix:  name {step} itself, or move one of them away"
+                f"{folder} has a model in two formats, {other.name} and the checkpoint {step}\n"
+                f"  fix:  use {step} itself, or move one of them away"
             )
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
         return CheckpointWeights(step, metadata, manifest["run"])
     if not folder.is_dir():
-        found = folder.exists()
-        what, hint = ("is a file", "") if found else ("does not exist", _hub_hint(str(path)))
+        what, hint = ("is a file", "") if folder.exists() else ("does not exist", _hub_hint(str(path)))
         raise DataError(f"{folder} {what}; {_NEEDED}{hint}")
     if _first(folder, "*.safetensors", "*.safetensors.index.json"):
         return SafetensorsFolder(folder)
     if _first(folder, "consolidated.*.pth"):
         return MetaFolder(folder)
-    lacking = "no weights"
+    contents = "no weights"
     if _first(folder, CONFIG, PARAMS):
-        lacking = "a config but no weights"
+        contents = "a config but no weights"
     if _first(folder, "pytorch_model*.bin"):
-        lacking = "weights in pytorch_model.bin only: save the model as safetensors with transformers;"
-    raise DataError(f"{folder} holds {lacking}; {_NEEDED}")
+        contents = "only pytorch_model.bin: save the model as safetensors with transformers"
+    raise DataError(f"{folder} has {contents}; {_NEEDED}")
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The step-N that ``folder`` is or stands for; None where it has nothing of a checkpoint.
+    """Return ``folder`` if it is a step-N, or the newest step in it; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: steps are there, and none was committed.
+        CheckpointError: there are steps, but none was committed.
     """
     if (folder / MANIFEST).is_file() or (folder.name.startswith("step-") and (folder / ".metadata").exists()):
         return folder
@@ -170,12 +169,13 @@ def find_checkpoint(folder: Path) -> Path | None:
         if steps := committed_steps(candidate):
             return step_folder(candidate, steps[-1])
     if _first(folder, "step-*/.metadata"):
-        raise CheckpointError(f"{folder} has step-N folders, but no checkpoint that was committed")
+        raise CheckpointError(f"{folder} has step-N folders, but no committed checkpoint")
     return None
 
 
 def _step_parents(folder: Path) -> Iterator[Path]:
-    """Where the steps are that ``folder`` stands for: it, or one in it, which a run may call as it likes."""
+    """Yield the folders that may contain the steps: ``folder`` and its subfolders, whose name a run can
+    choose."""
     yield from (folder, folder / "checkpoint")
     if not _first(folder, CONFIG, PARAMS):
         inside = {path.parent for path in folder.glob("*/step-*")}
@@ -183,16 +183,16 @@ def _step_parents(folder: Path) -> Iterator[Path]:
 
 
 def _first(folder: Path, *patterns: str) -> Path | None:
-    """A path in ``folder`` that one of the ``patterns`` matches; None where there is none."""
+    """Return a path in ``folder`` that matches one of the ``patterns``, or None."""
     return next((path for pattern in patterns for path in folder.glob(pattern)), None)
 
 
 def _hub_hint(name: str) -> str:
-    """Advise what to do with the id of a model on the Hub."""
+    """Return the fix for a path that looks like a model id of the Hugging Face Hub."""
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return ""
     folder = name.partition("/")[2]
     return (
-        f"\n  fix:  if it is a model of the Hugging Face Hub: hf download {name} --local-dir {folder}, then "
-        f"name {folder}; a gated one, as Meta's, needs its licence accepted there and hf auth login"
+        f"\n  fix:  for a model of the Hugging Face Hub: hf download {name} --local-dir {folder}, then use "
+        f"{folder}; a gated model, such as Meta's, requires accepting its license there and hf auth login"
     )

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a source of weights: config.json, safetensors files and their index."""
+"""Hugging Face folders as weight sources: config.json, safetensors files and their index."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from toolkit.models.common.table import HEAD
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import table
 from toolkit.weights.safetensors_header import model_entries
-from toolkit.weights.source import Region, Stored, TiedHead
+from toolkit.weights.source import Region, StoredTensor, TiedHead
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsFolder:
-    """See :class:`toolkit.weights.source.WeightSource`. ``note`` tells of what is stored and ignored.
+    """See :class:`toolkit.weights.source.WeightSource`. ``note`` reports stored tensors that are ignored.
 
     Raises:
-        DataError: the folder is not there, is of no model that is known, or is damaged.
+        DataError: the folder is missing, of an unknown model, or damaged.
     """
 
     def __init__(self, place: Path):
@@ -32,13 +32,13 @@ class SafetensorsFolder:
         self.args = read_hf_config(place)
         self._places: dict[str, TensorPlace] = {}
         entries, self.note = model_entries(place, self.args)
-        for theirs, entry in entries.items():
-            name = table(self.args).from_hf(theirs)
+        for hf_name, entry in entries.items():
+            name = table(self.args).from_hf(hf_name)
             assert name is not None
             self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
-        stored = {name: Stored(place.shape, place.dtype) for name, place in self._places.items()}
+        stored = {name: StoredTensor(place.shape, place.dtype) for name, place in self._places.items()}
         self._tied_head = TiedHead(self, stored, key="tie_word_embeddings", config=CONFIG)
-        self.tensors: Mapping[str, Stored] = self._tied_head.tensors
+        self.tensors: Mapping[str, StoredTensor] = self._tied_head.tensors
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         place = self._places[name]

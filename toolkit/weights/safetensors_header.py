@@ -1,7 +1,8 @@
-"""Which tensors a Hugging Face folder holds and where their bytes are, from the headers alone. No torch.
+"""Names, shapes and file offsets of the tensors in a Hugging Face folder, from headers only. Imports no
+torch.
 
-A safetensors file is eight bytes of length, a JSON header of that length and the data, without holes. All of
-it is checked against the file's size, so that whoever reads the bytes later need not doubt the places.
+A safetensors file has an eight-byte length, a JSON header of that length, and the data without gaps. The
+header is validated against the file's size, so that readers can rely on the offsets.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from toolkit.models.parameters import table
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an item of each dtype that weights may have, by safetensors' name of it."""
+"""Element size of the dtypes that weights may have, by safetensors' names."""
 _BUFFER_BYTES = dict(BOOL=1, U8=1, I8=1, I16=2, U16=2, I32=4, U32=4, I64=8, U64=8, C64=8)
 
-ONE_SAVE = "\n  fix:  keep one: move the other away, or link the files of one into a folder of its own"
+ONE_SAVE = "\n  fix:  keep one: move the other away, or link the files of one into another folder"
 
 _MAX_HEADER = 100_000_000
 _MAX_DIMENSIONS = 8
@@ -37,7 +38,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: its bytes are ``begin`` … ``end`` − 1."""
+    """A tensor in a file, at the bytes ``begin`` … ``end`` − 1."""
 
     file: Path
     dtype: str
@@ -47,108 +48,110 @@ class Entry:
 
 
 def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]:
-    """The weights in the folder of a model of ``args``, by the name that each has there, and a note of the
-    buffers that are ignored.
+    """Return the weights in a model's folder by their names in the files, and a note of ignored buffers.
 
-    Whether the weights are those of the model is not compared. Of a tied pair the embedding is there, and
-    the head where both are stored.
+    Names and shapes are not compared with ``args``. A tied embedding is always present, the head only if both
+    are stored.
 
     Raises:
-        DataError: no weights, or two saves of them; a file is missing, damaged or not what the index says;
-            the model is quantized.
+        DataError: no weights, or weights in two formats; a file is missing, damaged or differs from the
+            index; or the model is quantized.
     """
     rows, found = table(args), folder_entries(folder)
-    due = {row.hf for row in rows.values()}
+    expected = {row.hf for row in rows.values()}
     buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in ITEM_BYTES}
-    note = ignored(folder, buffers, found, due)
+    note = ignored_note(folder, buffers, found, expected)
     entries = {
         name: entry for name, entry in found.items() if name not in buffers and rows.from_hf(name) is not None
     }
     if args.tie_embeddings:
         head, embedding = rows.to_hf(HEAD), rows.to_hf(EMBEDDING)
-        if head in entries and embedding not in entries:  # as safetensors' save_model leaves the pair
+        if head in entries and embedding not in entries:  # as safetensors' save_model stores the pair
             entries[embedding] = entries.pop(head)
     return entries, note
 
 
-def ignored(place: Path, buffers: Mapping[str, object], stored: Collection[str], due: Collection[str]) -> str:
-    """Tell that ``buffers``, dtypes by the names of tensors of no floating-point numbers, are ignored, as
-    transformers does; "" where there are none.
+def ignored_note(
+    place: Path, buffers: Mapping[str, object], stored: Collection[str], expected: Collection[str]
+) -> str:
+    """Return a note that ``buffers`` (dtypes of tensors that are not floating-point) are ignored, as
+    transformers does; "" if there are none.
 
     Raises:
-        DataError: one is a weight of a quantized model: it has the name of one that is ``due``, or lies
-            beside one that is not ``stored``.
+        DataError: one belongs to a quantized model: it has the name of an ``expected`` weight, or is next to
+            an expected weight that is not ``stored``.
     """
     for name, dtype in buffers.items():
         weight = f"{name.rpartition('.')[0]}.weight"
-        if name in due or (weight in due and weight not in stored):
-            raise _no_weight(place, name, dtype)
-    said = f"{place} also stores {first_few(sorted(buffers), _SHOWN)}: ignored, no weight of this model"
-    return said if buffers else ""
+        if name in expected or (weight in expected and weight not in stored):
+            raise _not_a_weight(place, name, dtype)
+    note = f"{place} also stores {first_few(sorted(buffers), _SHOWN)}: ignored, not weights of this model"
+    return note if buffers else ""
 
 
 def folder_entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the folder by the name it has there.
+    """Return every tensor of the folder by its name in the files.
 
     Raises:
-        DataError: no weights, or two saves of them; a file is missing, damaged or not what the index says.
+        DataError: no weights, or weights in two formats; a file is missing, damaged or differs from the
+            index.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
-            raise DataError(f"{folder} has no weights: {_instead_of_safetensors(folder)}")
-        _refuse_two_saves(folder, SINGLE, [])
+            raise DataError(f"{folder} has no weights: {_missing_safetensors(folder)}")
+        _reject_other_formats(folder, SINGLE, [])
         return file_entries(folder / SINGLE)
     weight_map = _weight_map(folder / INDEX)
     files = sorted(set(weight_map.values()))
-    _refuse_two_saves(folder, INDEX, files)
-    absent = [name for name in files if not _is_file(folder / name)]
-    if absent:
+    _reject_other_formats(folder, INDEX, files)
+    missing = [name for name in files if not _is_file(folder / name)]
+    if missing:
         raise DataError(
-            f"{folder / INDEX} names files that are not there: {first_few(absent, _SHOWN)}\n"
-            "  fix:  download the folder again; what is there already is not fetched twice"
+            f"{folder / INDEX} lists files that do not exist: {first_few(missing, _SHOWN)}\n"
+            "  fix:  download the folder again; existing files are not downloaded twice"
         )
     found: dict[str, Entry] = {}
     for file in files:
         entries = file_entries(folder / file)
         twice = [f"{name} in {found[name].file.name} and in {file}" for name in entries if name in found]
         if twice:
-            raise DataError(f"{folder} holds tensors twice: {first_few(twice, _SHOWN)}")
+            raise DataError(f"{folder} has duplicate tensors: {first_few(twice, _SHOWN)}")
         found |= entries
-    elsewhere = [
+    missing = [
         f"{name} in {file}"
         for name, file in weight_map.items()
         if name not in found or found[name].file.name != file
     ]
-    if elsewhere:
-        raise DataError(f"{folder / INDEX} names tensors that are not there: {first_few(elsewhere, _SHOWN)}")
+    if missing:
+        raise DataError(f"{folder / INDEX} lists tensors that do not exist: {first_few(missing, _SHOWN)}")
     return found
 
 
-def _refuse_two_saves(folder: Path, taken: str, files: list[str]) -> None:
-    """Raise DataError where the folder has other weights than those that the file ``taken`` holds, or that
-    its ``files`` do."""
+def _reject_other_formats(folder: Path, used: str, files: list[str]) -> None:
+    """Raise DataError if the folder has other weights than those of the file ``used``, or of its
+    ``files``."""
     others = [path.name for path in folder.glob("consolidated.*.pth")]
-    if taken == INDEX:
+    if used == INDEX:
         others += [path.name for path in folder.glob("*.safetensors.index.json")]
         others += [SINGLE] * (_is_file(folder / SINGLE) and files != [SINGLE])
-    # A format of its maker's, which lies beside transformers' in downloads and is read by neither.
-    others = [name for name in others if name not in (taken, "consolidated.safetensors.index.json")]
+    # Mistral's own format, in the same downloads as transformers', is not read.
+    others = [name for name in others if name not in (used, "consolidated.safetensors.index.json")]
     if others:
-        raise DataError(f"{folder} holds two saves of a model, {taken} and {min(others)}{ONE_SAVE}")
+        raise DataError(f"{folder} has a model in two formats, {used} and {min(others)}{ONE_SAVE}")
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # an invalid file name
         return False
 
 
 def file_entries(path: Path) -> dict[str, Entry]:
-    """Every tensor of one safetensors file.
+    """Return every tensor of one safetensors file.
 
     Raises:
-        DataError: the file cannot be read, is cut short, or its header is not true of it.
+        DataError: the file cannot be read, is truncated, or its header is invalid.
     """
     try:
         with open_regular(path) as file:
@@ -156,28 +159,28 @@ def file_entries(path: Path) -> dict[str, Entry]:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > _MAX_HEADER or 8 + length > size:
-                raise DataError(f"{path} is no safetensors file, or cut short: it has {size:,} bytes")
-            header = parse_json(file.read(length), _without_repeats)
+                raise DataError(f"{path} is not a safetensors file, or truncated: it has {size:,} bytes")
+            header = parse_json(file.read(length), _unique_keys)
     except OSError as error:
-        fix = "see that it is a file which this user may read"
+        fix = "check that it is a file that this user may read"
         raise DataError(f"{path} cannot be read: {error.strerror}\n  fix:  {fix}") from None
     except ValueError as error:
         raise DataError(f"{path} has a damaged header: {error}") from None
     if not isinstance(header, dict):
-        raise DataError(f"{path} has a damaged header: no JSON object")
-    about = header.pop("__metadata__", None)
-    if about is None:
-        about = {}
-    if not isinstance(about, dict) or not all(isinstance(text, str) for text in about.values()):
-        raise DataError(f"{path} has a damaged header: its __metadata__ are no texts by name")
+        raise DataError(f"{path} has a damaged header: not a JSON object")
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise DataError(f"{path} has a damaged header: its __metadata__ must be strings by name")
     entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end:
-            raise DataError(f"{path} has a header that lies: its tensors overlap or leave holes")
+            raise DataError(f"{path} has an invalid header: its tensors overlap or leave gaps")
         end = entry.end
     if end != size:
-        what = "is cut short" if end > size else "has bytes after its last tensor"
+        what = "is truncated" if end > size else "has bytes after its last tensor"
         raise DataError(f"{path} {what}: its header describes {end:,} bytes, it has {size:,}")
     return entries
 
@@ -186,7 +189,7 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if isinstance(dtype, str) and dtype not in ITEM_BYTES | _BUFFER_BYTES:
-        raise _no_weight(path, name, dtype)
+        raise _not_a_weight(path, name, dtype)
     if (
         not isinstance(dtype, str)
         or not isinstance(shape, list)
@@ -200,14 +203,14 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     begin, end = offsets
     if end - begin != math.prod(shape) * (ITEM_BYTES | _BUFFER_BYTES)[dtype]:
         what = f"{name} of shape {tuple(shape)} in {dtype} has {end - begin:,} bytes"
-        raise DataError(f"{path} has a header that lies: {what}")
+        raise DataError(f"{path} has an invalid header: {what}")
     return Entry(path, dtype, tuple(shape), data + begin, data + end)
 
 
-def _no_weight(path: Path, name: str, dtype: object) -> DataError:
+def _not_a_weight(path: Path, name: str, dtype: object) -> DataError:
     return DataError(
-        f"{path} holds {name} as {dtype}; weights must be one of {', '.join(ITEM_BYTES)}: quantized models "
-        "are not supported\n  fix:  take the model that this one was made from"
+        f"{path} has {name} as {dtype}; weights must be one of {', '.join(ITEM_BYTES)}: quantized models "
+        "are not supported\n  fix:  use the original model"
     )
 
 
@@ -216,26 +219,26 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     if not isinstance(found, dict) or not all(
         isinstance(file, str) and file == Path(file).name for file in found.values()
     ):
-        raise DataError(f"{path} has no weight_map of tensors to files beside it")
+        raise DataError(f"{path} has no weight_map from tensors to files in the same folder")
     return found
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which Python alone would keep the last of two equal keys."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object, rejecting duplicate keys, of which Python would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        often = Counter(name for name, _ in pairs)
-        raise ValueError(f"{quote(often.most_common(1)[0][0], str)} is there twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{quote(counts.most_common(1)[0][0], str)} occurs twice")
     return found
 
 
-def _instead_of_safetensors(folder: Path) -> str:
-    """Tell what there is in place of safetensors, and what to do."""
+def _missing_safetensors(folder: Path) -> str:
+    """Describe what the folder has in place of safetensors, with a fix."""
     if not folder.is_dir():
         return "there is no such folder"
     if any(folder.glob("*.bin")):
         return (
             "its .bin files are pickles, and only safetensors are read\n  fix:  save it again with "
-            "transformers' save_pretrained, or take the safetensors of the same model"
+            "transformers' save_pretrained, or use the safetensors of the same model"
         )
-    return f"neither {SINGLE} nor {INDEX} is there"
+    return f"it has neither {SINGLE} nor {INDEX}"

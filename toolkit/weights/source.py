@@ -1,7 +1,7 @@
-"""The form in which weights on disk of any format are read: tensors by our names, any region of them.
+"""The interface of weight sources: tensors of any format on disk by our names, read in whole or by region.
 
-Our names and our order of rows are Meta's: ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
-``norm.weight``, ``output.weight``, with the rows of wq and wk in pairs that RoPE turns together.
+Names and row order are Meta's: ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
+``norm.weight``, ``output.weight``, with the rows of wq and wk in adjacent pairs for RoPE.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from toolkit.models.common.table import EMBEDDING, HEAD
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor on disk."""
+class StoredTensor:
+    """Shape and dtype of a tensor on disk."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,10 +34,9 @@ class Stored:
 
 
 class WeightSource(Protocol):
-    """Weights on disk. Opening one reads headers only; several threads may read at once.
+    """Weights on disk. Opening one reads only headers; reading is thread-safe.
 
-    ``tensors`` are what is stored, complete or not: whoever loads compares them with a model of ``args``.
-    A tied head is absent.
+    ``tensors`` are those on disk, without a tied head; loading compares them with a model of ``args``.
     """
 
     @property
@@ -47,13 +46,13 @@ class WeightSource(Protocol):
     def args(self) -> ModelArgs: ...
 
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        """The tensor, or a ``region`` of it, on the CPU in its stored dtype and in memory of its own.
+        """Read a tensor, or a ``region`` of it, on the CPU in its stored dtype, into new memory or ``out``.
 
-        ``out`` is filled and returned where it is given: contiguous, of the stored dtype and of the shape of
-        the region. Reads the bytes of the region, and at most those of the whole rows or heads that it cuts.
+        ``out`` must be contiguous, of the stored dtype and the shape of the region. Reads the bytes of the
+        region, and at most those of the full rows or heads that it intersects.
 
         Raises:
             DataError: the file has changed, is shorter than its header says, or cannot be read.
@@ -62,33 +61,33 @@ class WeightSource(Protocol):
 
 
 class TiedHead:
-    """Leaves a stored head out of ``tensors`` where the model ties it, and compares it with the embedding as
-    that is read, so that no value is read twice and each rank compares its shard.
+    """Removes a stored head from ``tensors`` if the model ties it, and compares it with the embedding as that
+    is read, so that no value is read twice and each rank compares its shard.
 
-    ``key`` of the file ``config`` ties the two.
+    ``key`` in the file ``config`` ties the two.
 
     Raises:
-        DataError: the stored head is of another shape or dtype than the embedding.
+        DataError: the stored head has another shape or dtype than the embedding.
     """
 
-    def __init__(self, source: WeightSource, tensors: Mapping[str, Stored], *, key: str, config: str):
-        self._wrong = (
-            f"{source.place} stores an output head that differs from the embedding, to which {config} ties "
-            "it\n"
-            f'  fix:  set "{key}" to false in {config}, which keeps both'
+    def __init__(self, source: WeightSource, tensors: Mapping[str, StoredTensor], *, key: str, config: str):
+        self._error = (
+            f"{source.place} stores an output head that differs from the embedding, although {config} ties "
+            f'them\n  fix:  set "{key}" to false in {config} to keep both'
         )
         self._stored = source.args.tie_embeddings and HEAD in tensors
         if self._stored and tensors[HEAD] != tensors.get(EMBEDDING):
-            raise DataError(self._wrong)
+            raise DataError(self._error)
         self.tensors = {name: it for name, it in tensors.items() if not self._stored or name != HEAD}
 
     def check(self, name: str, region: Region, read: Tensor, read_head: Callable[[Region], Tensor]) -> None:
-        """Compare ``read``, a ``region`` of the tensor ``name``, with the same region of the stored head.
+        """Compare ``read``, a ``region`` of the embedding, with the same region of the stored head; other
+        tensors (``name``) are ignored.
 
         The head is read in blocks of rows. Bits are compared, so that NaN equals itself.
 
         Raises:
-            DataError: ``name`` is the embedding, and the head differs.
+            DataError: the head differs.
         """
         if not self._stored or name != EMBEDDING:
             return
@@ -96,6 +95,6 @@ class TiedHead:
         step = max(1, BUFFER_BYTES // max(1, read[:1].nbytes))
         for start in range(rows.start, rows.stop, step):
             block = slice(start, min(start + step, rows.stop))
-            ours = read[block.start - rows.start : block.stop - rows.start]
-            if not torch.equal(ours.view(torch.uint8), read_head((block, *columns)).view(torch.uint8)):
-                raise DataError(self._wrong)
+            embedding = read[block.start - rows.start : block.stop - rows.start]
+            if not torch.equal(embedding.view(torch.uint8), read_head((block, *columns)).view(torch.uint8)):
+                raise DataError(self._error)

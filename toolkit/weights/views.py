@@ -1,4 +1,4 @@
-"""Weights as they would be in another dtype or with another vocabulary, and whether they are all there."""
+"""Views of weight sources (another dtype, vocabulary or subset), and checks and layouts of their tensors."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.parameters import parameter_shapes
-from toolkit.weights.source import Region, Stored, WeightSource
+from toolkit.weights.source import Region, StoredTensor, WeightSource
 
-_SHOWN = 20
+_SHOWN = 20  # names in a message
 
 
 class View:
-    """Another source's weights; what is not overridden is as there. ``beside`` are places that are read with
-    its own."""
+    """A view of another source, unchanged unless overridden. ``extra_paths`` are read in addition to its
+    own."""
 
-    beside: tuple[Path, ...] = ()
+    extra_paths: tuple[Path, ...] = ()
 
     def __init__(self, base: WeightSource):
         self.base = base
         self.place = base.place
         self.args = base.args
-        self.tensors: Mapping[str, Stored] = base.tensors
+        self.tensors: Mapping[str, StoredTensor] = base.tensors
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         return self.base.read(name, region, out)
 
 
 def origin(source: WeightSource) -> WeightSource:
-    """Return the source that a view, or a view of one, is of."""
+    """Return the source under all views."""
     while isinstance(source, View):
         source = source.base
     return source
 
 
 def note_of(source: WeightSource) -> str:
-    """Return what a user should know of the weights; "" where that is nothing."""
+    """Return the source's note for the user, or ""."""
     return getattr(origin(source), "note", "")
 
 
-def places(source: WeightSource) -> list[Path]:
-    """Every place that ``source`` is read from: that of its origin, and those beside it."""
-    return [*places(source.base), *source.beside] if isinstance(source, View) else [source.place]
+def source_paths(source: WeightSource) -> list[Path]:
+    """Return every path that ``source`` is read from."""
+    return [*source_paths(source.base), *source.extra_paths] if isinstance(source, View) else [source.place]
 
 
 class Cast(View):
-    """Every tensor in ``dtype``."""
+    """A view with every tensor in ``dtype``."""
 
     def __init__(self, base: WeightSource, dtype: torch.dtype):
         super().__init__(base)
@@ -69,16 +69,16 @@ class Cast(View):
         return cast if out is None else out.copy_(cast)
 
 
-class Shaped(View):
-    """Tensors of a model of ``args``, which may be other than those that are told beside the weights."""
+class WithArgs(View):
+    """A view with other model args than those stored with the weights."""
 
     def __init__(self, base: WeightSource, args: ModelArgs):
         super().__init__(base)
         self.args = args
 
 
-class Only(View):
-    """The tensors ``names`` alone."""
+class Subset(View):
+    """A view with only the tensors ``names``."""
 
     def __init__(self, base: WeightSource, names: Collection[str]):
         super().__init__(base)
@@ -86,8 +86,8 @@ class Only(View):
 
 
 class Resized(View):
-    """With ``vocab_size`` rows in the embedding and a language model's head: the first ones, then the mean of
-    all that are there, which makes a token that was never trained as likely as the average one."""
+    """A view with ``vocab_size`` rows in the embedding and the LM head. New rows are the mean of the old
+    ones, which makes an untrained token as likely as the average one."""
 
     def __init__(self, base: WeightSource, vocab_size: int):
         super().__init__(base)
@@ -101,7 +101,7 @@ class Resized(View):
 
     @cached_property
     def _means(self) -> dict[str, Tensor]:
-        """Means of the rows that are there, summed in fp64 a block of rows at a time."""
+        """Means of the old rows, summed in fp64 one block of rows at a time."""
         means = {}
         for name in {EMBEDDING, HEAD} & self.base.tensors.keys():
             (rows, width), dtype = self.base.tensors[name].shape, self.base.tensors[name].dtype
@@ -113,13 +113,13 @@ class Resized(View):
         return means
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        there, here = self.base.tensors[name], self.tensors[name]
-        if here == there:
+        before, after = self.base.tensors[name], self.tensors[name]
+        if after == before:
             return self.base.read(name, region, out)
-        region = whole(here.shape) if region is None else region
-        out = new_output(here.shape, here.dtype, region, out)
+        region = whole(after.shape) if region is None else region
+        out = new_output(after.shape, after.dtype, region, out)
         rows, columns = region
-        old = max(0, min(rows.stop, there.shape[0]) - rows.start)
+        old = max(0, min(rows.stop, before.shape[0]) - rows.start)
         if old:
             out[:old].copy_(self.base.read(name, (slice(rows.start, rows.start + old), columns)))
         if old < len(out):
@@ -129,16 +129,15 @@ class Resized(View):
         return out
 
 
-def in_order(source: WeightSource) -> dict[str, Stored]:
-    """The tensors in the model's order, whatever that on disk is, so that equal models make equal files."""
-    places = {name: place for place, name in enumerate(parameter_shapes(source.args))}
-    found = source.tensors.items()
-    return dict(sorted(found, key=lambda item: places.get(item[0], len(places))))
+def in_order(source: WeightSource) -> dict[str, StoredTensor]:
+    """Return the tensors in the model's order, so that equal models give equal files."""
+    order = {name: index for index, name in enumerate(parameter_shapes(source.args))}
+    return dict(sorted(source.tensors.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def cut_into_files(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[str, Stored]]:
-    """The tensors of each file, in order; a file is full before the next begins. 0 is one file."""
-    files: list[dict[str, Stored]] = [{}]
+def split_into_files(tensors: Mapping[str, StoredTensor], max_bytes: int) -> list[dict[str, StoredTensor]]:
+    """Split tensors, in order, into files of at most ``max_bytes``; 0 is one file."""
+    files: list[dict[str, StoredTensor]] = [{}]
     size = 0
     for name, stored in tensors.items():
         if max_bytes and files[-1] and size + stored.nbytes > max_bytes:
@@ -150,22 +149,23 @@ def cut_into_files(tensors: Mapping[str, Stored], max_bytes: int) -> list[dict[s
 
 
 def check_complete(source: WeightSource) -> None:
-    """Compare the tensors of ``source`` with those of a model of its shape.
+    """Compare the tensors of ``source`` with those of a model of its args.
 
     Raises:
-        DataError: some are missing, too many, of another shape or not floating-point; each by name.
+        DataError: some are missing, unexpected, of another shape or not floating-point; all are reported by
+            name.
     """
     expected = parameter_shapes(source.args)
     stored = source.tensors
     problems = {
         "missing": [name for name in expected if name not in stored],
-        "of no such model": [name for name in stored if name not in expected],
+        "unexpected": [name for name in stored if name not in expected],
         "of another shape": [
-            f"{name} {stored[name].shape} in place of {shape}"
+            f"{name} {stored[name].shape} instead of {shape}"
             for name, shape in expected.items()
             if name in stored and stored[name].shape != shape
         ],
-        "no weights, by their type": [
+        "not floating-point": [
             f"{name} {str(it.dtype).removeprefix('torch.')}"
             for name, it in stored.items()
             if not it.dtype.is_floating_point
@@ -173,6 +173,4 @@ def check_complete(source: WeightSource) -> None:
     }
     lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in problems.items() if names]
     if lines:
-        raise DataError(
-            "\n  ".join([f"{source.place} does not hold the model that its config tells of:", *lines])
-        )
+        raise DataError("\n  ".join([f"{source.place} does not match the model in its config:", *lines]))

@@ -220,13 +220,13 @@ def _added_and_named(folder: Path, kind: Kind) -> tuple[dict[str, int], dict[str
         token = fields.values.get(key)
         content = token.get("content") if isinstance(token, dict) else token
         if not isinstance(content, str) and token is not None:
-            fields.refuse(key, "must be the name of a token")
+            fields.reject(key, "must be the name of a token")
         return content if isinstance(content, str) else ""
 
     listed = config.inner("added_tokens_decoder") or Fields({})
     for index in listed.values:
         if not (index.isascii() and index.isdigit() and int(index[:20]) <= MAX_SIZE):
-            listed.refuse(index, "must be a token under its id")
+            listed.reject(index, "must be a token under its id")
     names = {index: name(listed, index) for index in listed.values}
     roles = {role: name(config, f"{role}_token") for role in ("bos", "eos", "pad")}
     config.finish(f"{folder / 'tokenizer_config.json'}, or a file beside it, is not of a tokenizer")

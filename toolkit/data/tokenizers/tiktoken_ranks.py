@@ -44,7 +44,7 @@ def form_of(n_ranks: int, path: Path) -> TiktokenForm:
         DataError: its word pattern and special tokens are not known.
     """
     for form in tiktoken_forms():
-        if form.covers(n_ranks):
+        if form.matches(n_ranks):
             return form
     raise other_model(f"{path} has {n_ranks:,} tiktoken ranks")
 
@@ -52,9 +52,9 @@ def form_of(n_ranks: int, path: Path) -> TiktokenForm:
 def other_model(what: str) -> DataError:
     """The error for a tiktoken file of another model, from ``what`` shows it."""
     forms = list(tiktoken_forms())
-    known = [f"{form.n_ranks:,} ranks are {form.called}'s" for form in forms]
+    known = [f"{form.n_ranks:,} ranks are {form.display_name}'s" for form in forms]
     known += [
-        f"fewer are those of tools/train_tokenizer, for {form.called}'s word pattern"
+        f"fewer are those of tools/train_tokenizer, for {form.display_name}'s word pattern"
         for form in forms
         if form.trained
     ]

@@ -43,7 +43,7 @@ class TiktokenTokenizer(Tokenizer):
                 continue
             if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
                 raise other_model(
-                    f"{self.path} has a token {text!r}, which {form.called}'s words do not have"
+                    f"{self.path} has a token {text!r}, which {form.display_name}'s words do not have"
                 )
 
     def _encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Everything that fixes the shape of a model, and what follows from it. Imports no torch."""
+"""Model args: the hyperparameters of an architecture, and their overrides. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.errors import ConfigError, Problem, divisors, nearest_multiple
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the slow RoPE frequencies to a context ``factor`` times longer."""
+    """Llama 3.1's scaling of low RoPE frequencies to a context ``factor`` times longer."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -21,8 +21,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A head that scores each of ``labels`` for a sequence, in place of the vocabulary's head, after fully
-    connected layers of ``hidden_sizes``."""
+    """A sequence classification head that replaces the LM head: one score per label, after fully connected
+    layers of ``hidden_sizes``."""
 
     labels: tuple[str, ...]
     hidden_sizes: tuple[int, ...] = ()
@@ -30,13 +30,13 @@ class Classifier:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Everything that fixes the architecture.
+    """Hyperparameters of the architecture.
 
-    ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm`` each head of queries and keys is normalised
-    before it is rotated, with ``qkv_bias`` queries, keys and values have biases, with a ``sliding_window`` a
-    token sees itself and the ``sliding_window`` - 1 before it. ``family`` names the
-    :class:`~toolkit.models.common.spec.ModelSpec`. A ``classifier`` has no vocabulary's head, and nothing
-    that is tied.
+    ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm``, each head of queries and keys is normalized
+    before RoPE. With ``qkv_bias``, the query, key and value projections have biases. With a
+    ``sliding_window``, a token attends to itself and the ``sliding_window`` - 1 tokens before it. ``family``
+    is the name of the :class:`~toolkit.models.common.spec.ModelSpec`. A model with a ``classifier`` has no LM
+    head and no tied weights.
     """
 
     dim: int
@@ -58,30 +58,32 @@ class ModelArgs:
     classifier: Classifier | None = None
 
 
-def takes_vocabulary(flavor: str) -> bool:
-    """Say if the tokenizer sets the size of the vocabulary where ``vocab_size`` does not: of a debugmodel."""
+def vocab_from_tokenizer(flavor: str) -> bool:
+    """Return whether the tokenizer sets the vocabulary size unless ``vocab_size`` does (debug models)."""
     return flavor.startswith("debugmodel")
 
 
 INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
-"""Classes of the modules inside a block."""
+"""Module classes inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
-"""Classes of the modules of a decoder: what FSDP may take as its units."""
+"""Module classes of a decoder that may be FSDP units."""
 _FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 
-def changed(base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **overrides: Any) -> ModelArgs:
-    """``base`` with fields replaced; ``None`` keeps the value that it has.
+def override_args(
+    base: ModelArgs, *, ffn_rule: Callable[[int], int] | None = None, **overrides: Any
+) -> ModelArgs:
+    """Return ``base`` with fields replaced; ``None`` keeps a field.
 
-    ``overrides`` are the ``model.*`` keys: every field of :class:`ModelArgs`, and
-    ``rope_scaling_factor`` for ``rope_scaling`` (1 turns scaling off; where the base has none, its
-    ``max_seq_len`` is taken as the original context). What depends on an overridden field follows it
-    unless it is given too: ``head_dim`` is ``dim / n_heads`` where it was, ``ffn_dim`` comes from ``dim`` by
-    ``ffn_rule`` where there is one, and ``n_kv_heads`` follows ``n_heads`` where they were equal.
+    ``overrides`` are the ``model.*`` keys: the fields of :class:`ModelArgs`, and ``rope_scaling_factor`` for
+    ``rope_scaling`` (1 turns scaling off; if the base has none, its ``max_seq_len`` is the original context).
+    Dependent fields follow unless they are overridden too: ``head_dim`` stays ``dim / n_heads`` if it was,
+    ``ffn_dim`` is computed from ``dim`` by ``ffn_rule`` if there is one, and ``n_kv_heads`` follows
+    ``n_heads`` if they were equal.
 
     Raises:
-        ConfigError: values that do not fit together; all of them at once.
+        ConfigError: values contradict one another; all problems are reported at once.
     """
     unknown = overrides.keys() - _OVERRIDES
     if unknown:
@@ -114,11 +116,11 @@ def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
 def _check_together(args: ModelArgs, *, derived_head_dim: bool) -> None:
     problems = []
     if derived_head_dim and args.dim % args.n_heads:
-        rule = f"dim must be a multiple of n_heads ({args.n_heads}) where head_dim is not set"
+        rule = f"dim must be a multiple of n_heads ({args.n_heads}) if head_dim is not set"
         fix = f"model.dim = {nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim"
         problems.append(Problem(rule, fix, "model.dim", args.dim))
     elif args.head_dim % 2:
-        rule = "head_dim (dim / n_heads where it is not set) must be even: RoPE turns pairs"
+        rule = "head_dim (by default dim / n_heads) must be even: RoPE rotates pairs of elements"
         fix = f"model.head_dim = {args.head_dim + 1}, or change model.dim or model.n_heads"
         problems.append(Problem(rule, fix, "model.head_dim", args.head_dim))
     if args.n_heads % args.n_kv_heads:

@@ -1,4 +1,4 @@
-"""The choice of an attention back end. Imports no torch."""
+"""Choice of the attention backend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _NAMED_BY_FLAVOR = {"_flex_attn": "flex", "_flex": "flex", "_varlen_attn": "varl
 
 
 def flavor_attention(flavor: str) -> str | None:
-    """The attention back end that torchtitan's spelling of a flavor names, as 8B_flex does."""
+    """Return the attention backend in a flavor's name as torchtitan spells it, such as 8B_flex, or None."""
     return next((name for end, name in _NAMED_BY_FLAVOR.items() if flavor.endswith(end)), None)
 
 
-def attention_choice(
+def choose_attention(
     asked: str,
     flavor: str,
     *,
@@ -19,15 +19,16 @@ def attention_choice(
     prefix: bool = False,
     cpu_fast_paths: bool = True,
 ) -> str:
-    """The attention back end for ``model.attention`` on a ``device`` ("cpu" or "cuda").
+    """Return the attention backend for ``model.attention`` = ``asked`` on a ``device`` ("cpu" or "cuda").
 
-    ``documents`` is whether samples hold several documents, each attending within itself, ``prefix``
-    whether a learned prefix may be seen beside them, which SDPA alone takes. "auto" is blockwise on a
-    CPU with ``cpu_fast_paths``, where nothing else trains but SDPA, which is faster for whole rows of 2,048
-    tokens and more in fp32 alone. On CUDA it is what the flavor names, else SDPA for plain causal attention,
-    for which it has fused kernels, and flex within documents, for which SDPA needs a dense mask (S² bytes a
-    sample, and a slower kernel). For CUDA that is others' published experience, not measured here;
-    ``benchmarks/attention.py`` measures the device at hand.
+    ``documents``: samples contain several documents, each attending within itself. ``prefix``: there is a
+        learned prefix, which only SDPA supports. On CPU "auto" is blockwise with ``cpu_fast_paths``; SDPA,
+        the only
+    other backend that trains there, is faster only for fp32 rows of at least 2,048 tokens without documents.
+    On CUDA "auto" is the backend in the flavor's name; else SDPA for plain causal attention, for which it has
+    fused kernels, and flex for documents, for which SDPA needs a dense mask (S² bytes per sample, and a
+    slower kernel). The choice on CUDA follows published results; ``benchmarks/attention.py`` measures a
+    device.
     """
     if asked != "auto":
         return asked

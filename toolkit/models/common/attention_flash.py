@@ -1,4 +1,4 @@
-"""The flash kernel of CUDA and nothing else, behind torch's scaled_dot_product_attention.
+"""torch's scaled_dot_product_attention, restricted to the flash kernel. CUDA only.
 
 Shapes: B batch, S sequence, H heads, K key/value heads (H a multiple of K), E head dim.
 """
@@ -14,15 +14,15 @@ from toolkit.models.common.attention_sdpa import causal_mask, sdpa
 
 
 class Flash(AttentionBackend):
-    """``SDPA`` that raises where torch would take another kernel than flash, which has no masks."""
+    """``SDPA`` that raises where torch would use another kernel than flash, which supports no masks."""
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
         if documents_BS is not None:
-            raise ValueError("the flash kernel takes no mask, so that documents would see one another")
+            raise ValueError("the flash kernel supports no mask: documents would attend to one another")
         if self.reach(length):
-            raise ValueError("the flash kernel takes no mask, so that tokens would see beyond their window")
+            raise ValueError("the flash kernel supports no mask: tokens would attend beyond their window")
         return causal_mask(length, device, first)
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,8 +18,8 @@ from toolkit.models.common.attention import AttentionBackend, Prefix
 
 
 class SDPA(AttentionBackend):
-    """torch's scaled_dot_product_attention: every device, with a dense mask where there are documents, or
-    where the window hides something."""
+    """torch's scaled_dot_product_attention: runs on any device, with a dense mask for documents and
+    windows."""
 
     takes_padding = True
 
@@ -48,10 +48,10 @@ class SDPA(AttentionBackend):
 
 
 def attention_mask(documents_BS: Tensor, first: int = 0, window: int | None = None) -> Tensor:
-    """Causal attention within documents: tokens of one document have one id, whatever it is. (B, 1, Q, S)
-    for the Q queries from ``first`` on, of which each sees no more than the last ``window`` keys.
+    """Return the mask (B, 1, Q, S) of causal attention within documents, for the Q queries from ``first`` on.
 
-    Padding has an id of its own: it sees itself, so that no row of the softmax is empty.
+    A query attends to at most the last ``window`` keys. Padding has an id too: it attends to itself, so that
+    no row of the softmax is empty.
     """
     same_B1QS = documents_BS[:, None, first:, None] == documents_BS[:, None, None, :]
     return _banded(same_B1QS, first, window)
@@ -60,24 +60,25 @@ def attention_mask(documents_BS: Tensor, first: int = 0, window: int | None = No
 def causal_mask(
     length: int, device: torch.device, first: int = 0, window: int | None = None
 ) -> Tensor | None:
-    """Mask of the queries from ``first`` on to ``length`` keys; None is torch's own causal mask, of all."""
+    """Return the mask of the queries from ``first`` on over ``length`` keys; None is torch's is_causal."""
     if window is not None:
         return _banded(torch.ones(length - first, length, dtype=torch.bool, device=device), first, window)
     if first == 0:
         return None
-    if device.type == "cuda":  # a form that the flash kernel takes, where a dense mask is not
+    if device.type == "cuda":  # the flash kernel supports this one, but no dense mask
         return causal_lower_right(length - first, length)
     return torch.ones(length - first, length, dtype=torch.bool, device=device).tril_(first)
 
 
 def _banded(seen_QS: Tensor, first: int, window: int | None) -> Tensor:
-    """Hide, in place, the keys after each query and those before its window."""
+    """Mask out, in place, the keys after each query and those before its window."""
     seen_QS.tril_(first)
     return seen_QS if window is None else seen_QS.triu_(first + 1 - window)
 
 
 def prefix_mask(mask: Tensor | None, queries: int, keys: int, prefix: int, device: torch.device) -> Tensor:
-    """``mask`` of ``queries`` and ``keys``, with ``prefix`` keys before them that all queries see."""
+    """Return ``mask`` of ``queries`` and ``keys``, extended by ``prefix`` leading keys visible to all
+    queries."""
     if mask is None or isinstance(mask, CausalBias):
         mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return F.pad(mask, (prefix, 0), value=True)
@@ -90,15 +91,15 @@ _GROUPED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 def sdpa(
     q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None, kernels: Kernels = ()
 ) -> Tensor:
-    """softmax(q kᵀ / √E) v over what the mask allows, with each key head serving H / K query heads.
+    """Compute softmax(q kᵀ / √E) v under the mask; each key head serves H / K query heads.
 
-    ``kernels`` of CUDA are those of :func:`cuda_kernels` by default. Returns the shape of the queries.
+    On CUDA ``kernels`` default to :func:`cuda_kernels`. Returns the shape of the queries.
     """
     q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     group = q_BHSE.shape[1] // k_BKSE.shape[1]
     if group > 1 and q_BHSE.is_cuda:
         kernels = kernels or cuda_kernels(q_BHSE, k_BKSE, mask)
-        if kernels[0] not in _GROUPED:  # the fallback keeps all S x S scores, beside which this is small
+        if kernels[0] not in _GROUPED:  # small next to the S x S scores that the fallback stores
             k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
     return scaled_dot_product(q_BHSE, k_BKSE, v_BKSE, mask, causal=mask is None, kernels=kernels).transpose(
         1, 2
@@ -114,7 +115,7 @@ def scaled_dot_product(
     causal: bool = False,
     kernels: Kernels = (),
 ) -> Tensor:
-    """Call torch's function, on CUDA with ``kernels``, those of :func:`cuda_kernels` by default."""
+    """Call torch's function; on CUDA with ``kernels``, by default those of :func:`cuda_kernels`."""
     context: AbstractContextManager[None] = nullcontext()
     if q_BHSE.is_cuda:
         kernels = kernels or cuda_kernels(q_BHSE, k_BKSE, mask)
@@ -127,12 +128,12 @@ def scaled_dot_product(
 
 
 def cuda_kernels(q_BHSE: Tensor, k_BKSE: Tensor, mask: Tensor | None) -> Kernels:
-    """Return the kernels that a CUDA device may take for these inputs, the preferred one first.
+    """Return the kernels to use for these inputs on CUDA, the preferred one first.
 
-    On Hopper torch prefers cuDNN's for all inputs. It is the fastest in training, but builds a plan of some
-    30 ms for each new length, and its gradients become NaN under masks or at lengths that are no multiple of
-    128 (pytorch issue 196678, cudnn-frontend issues 160 and 1072). So it gets whole causal rows that are
-    trained on, at such lengths; flash gets the other rows without a dense mask.
+    On Hopper torch prefers cuDNN for all inputs. It is the fastest in training, but takes about 30 ms to
+    build a plan for each new length, and its gradients become NaN under masks or at lengths that are not
+    multiples of 128 (pytorch issue 196678, cudnn-frontend issues 160 and 1072). It is therefore used only in
+    training, for full causal rows of such lengths; flash takes other rows without a dense mask.
     """
     fallback = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     dense = mask is not None and not isinstance(mask, CausalBias)

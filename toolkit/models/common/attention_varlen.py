@@ -1,7 +1,7 @@
-"""torch's varlen_attn: the flash kernel over documents that lie end to end. CUDA, bfloat16 or float16.
+"""torch's varlen_attn: the flash kernel over concatenated documents. CUDA, bfloat16 or float16.
 
-Linear memory in the sequence and nothing to compile; head dim a multiple of 8, up to 256. Finding the
-documents waits for the device once a forward, for their number is the shape of what the kernel takes.
+Memory is linear in the sequence, nothing is compiled; head dim a multiple of 8, up to 256. Finding the
+documents synchronizes with the device once per forward, because their number is a shape.
 
 Shapes: T = B·S tokens, N documents of all rows together.
 """
@@ -18,16 +18,19 @@ from torch.nn.attention.varlen import varlen_attn
 from toolkit.compat import mark_dynamic
 from toolkit.models.common.attention import AttentionBackend
 
-# torch 2.11 has no such argument and takes grouped heads as they are, as the kernel does.
+# torch 2.11 lacks this argument and accepts grouped heads without it.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
 class Documents(NamedTuple):
-    """Where the documents begin among all keys and among all queries, and the ends: (N + 1,) int32. No
-    row has more keys or queries than these two say. A query sees ``before`` keys before its own, or all for
-    -1."""
+    """Offsets (N + 1,) int32 of the documents among all keys and all queries.
+
+    Attributes:
+        most_keys: upper bound of the keys in a document, most_queries of its queries.
+        before: number of earlier keys that a query attends to; -1 is all.
+    """
 
     keys: Tensor
     queries: Tensor
@@ -37,7 +40,7 @@ class Documents(NamedTuple):
 
 
 class VarlenAttention(AttentionBackend):
-    """All rows as one sequence of T tokens, in which a row begins a document as a new id does."""
+    """Attention over all rows as one sequence of T tokens; each row and each new id begins a document."""
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -47,8 +50,8 @@ class VarlenAttention(AttentionBackend):
         else:
             keys = document_bounds(documents_BS[:, :length])
         queries = query_bounds(keys, length, first) if first else keys
-        # One graph of a compiled block for any number of documents; for the same reason the row's length
-        # stands in for the longest document's.
+        # One graph of a compiled block serves any number of documents; for the same reason the maximum is the
+        # row's length rather than that of the longest document.
         mark_dynamic(keys, 0)
         mark_dynamic(queries, 0)
         return Documents(keys, queries, length, length - first, (self.reach(length) or 0) - 1)
@@ -56,16 +59,16 @@ class VarlenAttention(AttentionBackend):
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Documents) -> Tensor:
         q_THE, k_TKE, v_TKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
         keys, queries, most_keys, most_queries, before = mask
-        # The last query of a document is at its last key: the kernel aligns them there.
+        # The kernel aligns the last query of a document with its last key.
         out_THE = varlen_attn(
             q_THE, k_TKE, v_TKE, queries, keys, most_queries, most_keys, window_size=(before, 0), **_GROUPED
         )
-        assert isinstance(out_THE, Tensor)  # a pair where more is asked for
+        assert isinstance(out_THE, Tensor)  # a tuple only if more outputs are requested
         return out_THE.unflatten(0, q_BSHE.shape[:2])
 
 
 def document_bounds(documents_BS: Tensor) -> Tensor:
-    """Where the runs of equal ids of all rows, laid end to end, begin, and the end: (N + 1,) int32."""
+    """Return the offsets of the runs of equal ids in all rows, concatenated: (N + 1,) int32."""
     begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     begins_N = begins_BS.flatten().nonzero().flatten()
@@ -73,6 +76,6 @@ def document_bounds(documents_BS: Tensor) -> Tensor:
 
 
 def query_bounds(keys: Tensor, length: int, first: int) -> Tensor:
-    """The bounds ``keys`` of rows of ``length`` tokens, counted in tokens from ``first`` of each row on."""
-    row, place = keys // length, keys % length
-    return (row * (length - first) + (place - first).clamp(min=0)).to(torch.int32)
+    """Convert offsets of ``keys`` in rows of ``length`` tokens to those among tokens from ``first`` on."""
+    row, column = keys // length, keys % length
+    return (row * (length - first) + (column - first).clamp(min=0)).to(torch.int32)

@@ -1,9 +1,9 @@
-"""Losses and statistics that blocks report beside hidden states, and how they reach the
-objective.
+"""Auxiliary losses and statistics that blocks return with hidden states.
 
-A block is pure: it returns them, so that activation checkpointing may compute it again. Decoder adds them up
-outside, once a micro-batch. A loss joins the objective in the backward alone: its gradient is attached to the
-hidden states, which works the same in one model and in any stage of a pipeline.
+A block is pure: it returns them, so that activation checkpointing may recompute it. Decoder sums them
+    outside,
+once per micro-batch. A loss enters the objective only in backward: its gradient is attached to the hidden
+states, which works alike in a whole model and in a pipeline stage.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class BlockOutput(NamedTuple):
-    """Hidden states (B, S, D) with scalars by name, each a sum over the tokens of these hidden states.
+    """Hidden states (B, S, D), and scalars by name, each summed over their tokens.
 
-    Under tensor and context parallelism these are this rank's part of the sequence, so that the sums of all
-    ranks add up to the batch's. The gradient of ``losses`` is added to that of the objective; they and
-    ``statistics`` are logged, divided as the objective is: a mean per token, layers added up. Names are those
-    of :meth:`~toolkit.models.common.spec.ModelSpec.reported`.
+    Under tensor and context parallelism, a rank sums over its part of the sequence. The gradient of
+    ``losses`` is added to that of the objective. Both ``losses`` and ``statistics`` are logged as means per
+    token, summed over layers, under the names of
+    :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`.
     """
 
     hidden: Tensor
@@ -30,10 +30,10 @@ class BlockOutput(NamedTuple):
 
 
 class BlockSums:
-    """Sums of what the blocks of a model report in the micro-batches of a step.
+    """Sums of the blocks' losses and statistics over the micro-batches of a step.
 
     Attributes:
-        scale: by which losses are multiplied in backward, a scalar; None outside of a training step.
+        scale: scalar factor of the losses in backward; None outside a training step.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class BlockSums:
         self.sums: dict[str, Tensor] = {}
 
     def hidden(self, output: Tensor | BlockOutput) -> Tensor:
-        """Return the hidden states of a block with the gradient of its losses, and add up what it reports."""
+        """Add up a block's losses and statistics, and return its hidden states with the losses attached."""
         if isinstance(output, Tensor):
             return output
         hidden, losses, statistics = output
@@ -54,7 +54,7 @@ class BlockSums:
         return hidden
 
     def take(self, name: str, like: Tensor) -> Tensor:
-        """Return the sum of ``name`` as a scalar ``like`` this one, and forget it."""
+        """Remove the sum of ``name`` and return it as a scalar ``like`` the given tensor."""
         return like.new_zeros(()) + self.sums.pop(name, 0)
 
 
@@ -62,7 +62,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale.to(loss.dtype))
-        return hidden.clone()  # pipelines detach the output of a stage in place, which torch allows no view
+        return hidden.clone()  # pipelines detach a stage's output in place, which torch forbids for views
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

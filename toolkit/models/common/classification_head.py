@@ -1,8 +1,8 @@
-"""A head that says to which of some classes a sequence belongs, with its loss and the counts of a validation.
+"""Sequence classification head, with its loss and the counts for validation metrics.
 
-It scores every token, and the label of a sequence stands at its last token, which alone counts: a row may
-hold several documents, or a part of one (context parallelism). transformers pools the same token, the last
-that is no padding.
+It scores every token; the label of a sequence is at its last token, and other tokens are ignored, because a
+row may contain several documents, or a part of one (context parallelism). transformers pools the same token,
+the last one that is not padding.
 
 Shapes: B batch, S sequence, T = B·S tokens, D model dim, L labels.
 """
@@ -19,7 +19,7 @@ from toolkit.models.common.lm_head import OutputHead, head_loss
 
 
 class ClassificationHead(OutputHead):
-    """Hidden states to scores, through fully connected layers with SiLU behind each, if there are any."""
+    """Map hidden states to scores, through optional fully connected layers, each followed by SiLU."""
 
     weight: nn.Parameter
     tensor_style = "classifier"
@@ -28,17 +28,18 @@ class ClassificationHead(OutputHead):
         nn.Module.__init__(self)
         sizes = (args.dim, *classifier.hidden_sizes)
         self.hidden = nn.ModuleList(
-            nn.Linear(size, next_size, bias=False) for size, next_size in zip(sizes, sizes[1:], strict=False)
+            nn.Linear(fan_in, fan_out, bias=False) for fan_in, fan_out in zip(sizes, sizes[1:], strict=False)
         )
         self.weight = nn.Parameter(torch.empty(len(classifier.labels), sizes[-1]))
         self.logits = F.linear
         self.loss = head_loss
         self.training_losses = None
-        # (3, L): right answers, answers and sequences of each class, of this rank's tokens.
+        # (3, L): correct predictions, predictions and sequences per class, of this rank's tokens.
         self.counts: Tensor | None = None
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
-        """Scores (B, S, L), or the summed loss of ``labels`` (B, S). In evaluation also counts answers."""
+        """Return scores (B, S, L), or the summed loss of ``labels`` (B, S). In eval mode, count
+        predictions."""
         for layer in self.hidden:
             h_BSD = F.silu(layer(h_BSD))
         if labels is None:
@@ -50,10 +51,10 @@ class ClassificationHead(OutputHead):
 
     @torch.no_grad()
     def _count(self, scores_TL: Tensor, labels_T: Tensor) -> None:
-        answers_T, counted_T = scores_TL.argmax(-1), (labels_T != IGNORED_LABEL).long()
+        predicted_T, counted_T = scores_TL.argmax(-1), (labels_T != IGNORED_LABEL).long()
         classes_T = labels_T.clamp(min=0)
         if self.counts is None:
             self.counts = torch.zeros(3, scores_TL.shape[-1], dtype=torch.int64, device=scores_TL.device)
-        self.counts[0].index_add_(0, classes_T, counted_T * (answers_T == classes_T))
-        self.counts[1].index_add_(0, answers_T, counted_T)
+        self.counts[0].index_add_(0, classes_T, counted_T * (predicted_T == classes_T))
+        self.counts[1].index_add_(0, predicted_T, counted_T)
         self.counts[2].index_add_(0, classes_T, counted_T)

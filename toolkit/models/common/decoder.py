@@ -1,8 +1,8 @@
-"""The dense decoder of Llama and its relatives in plain modules, with Meta's parameter names and RoPE layout.
+"""Dense Llama-style decoder in plain modules, with Meta's parameter names and RoPE layout.
 
 Shapes: B batch, S sequence, T = B·S tokens, D model dim, H heads, K key/value heads, E head dim,
-P = E/2 rotated pairs, F feed-forward, V vocabulary. Hidden states have the parameters' dtype, and
-norms, rotations and the loss compute in at least fp32 (fp64 stays fp64).
+P = E/2 rotated pairs, F feed-forward, V vocabulary. Hidden states have the dtype of the parameters; norms,
+RoPE and the loss compute in at least fp32 (fp64 stays fp64).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from toolkit.models.common.swiglu import swiglu
 
 
 class Decoder(nn.Module):
-    """Tokens in; logits, or with labels their loss, out.
+    """Decoder-only transformer that returns logits, or the loss if labels are passed.
 
-    A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks: then
-    hidden states come in or go out. A tied head has no weight of its own and is given the embedding's,
-    so that the pair cannot come apart when parameters are moved or replaced.
+    A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks: its input
+    or output then is hidden states. A tied head has no weight: forward passes it the embedding's, so that
+    the two cannot diverge when parameters are moved or replaced.
     """
 
     def __init__(self, args: ModelArgs, *, attention: str = "sdpa", loss_chunk_tokens: int = 2048):
@@ -33,7 +33,7 @@ class Decoder(nn.Module):
         self.args = args
         self.attention = attention_backend(attention, args.sliding_window)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        # Keyed by index, so that names stay when a pipeline takes blocks away.
+        # Keyed by index, so that names stay the same when a pipeline stage drops blocks.
         self.layers = nn.ModuleDict(
             {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
         )
@@ -53,18 +53,20 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, S, V), a classifier's (B, S, labels), or with ``labels`` the loss, of at least fp32: a
-        scalar, the sum, or (T,) as the head's ``reduction`` has it.
+        """Return logits (B, S, V), or (B, S, labels) of a classifier; with ``labels``, the loss in at least
+        fp32: the sum, or (T,) losses if the head's ``reduction`` is "none". Without a head, return hidden
+        states (B, S, D).
 
-        ``tokens`` (B, S) int64, or hidden states (B, S, D) where there is no embedding. ``positions``
-        (B, S) of the tokens, 0 … S−1 if None. ``documents`` (B, S): attention stays within runs of equal
-        ids and is causal; None is one document a row. ``labels`` (B, S) int64, already shifted, −100 to
-        leave a token out; unused where there is no head, which returns hidden states (B, S, D).
+        Args:
+            tokens: (B, S) int64, or hidden states (B, S, D) if there is no embedding.
+            positions: (B, S); None is 0 … S−1.
+            documents: (B, S) ids; attention is causal within runs of equal ids. None is one document per row.
+            labels: (B, S) int64, already shifted; −100 ignores a token.
         """
         h_BSD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=h_BSD.device)
-        if self.layers:  # a stage of embedding or head alone has none, and needs no large mask
+        if self.layers:  # a stage with only the embedding or the head needs no large mask
             rotations = rope_rotations(self.args, positions, h_BSD.dtype)
             mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
             for block in self.layers.values():
@@ -78,8 +80,8 @@ class Decoder(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One transformer layer; residual additions around attention and feed-forward. A family's own may return
-    a :class:`BlockOutput`."""
+    """Attention and feed-forward with pre-norms and residual connections. A family's block may return a
+    :class:`BlockOutput`."""
 
     def __init__(self, args: ModelArgs, attention: AttentionBackend):
         super().__init__()
@@ -94,7 +96,7 @@ class TransformerBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary position embeddings."""
 
     def __init__(self, args: ModelArgs, backend: AttentionBackend):
         super().__init__()
@@ -106,27 +108,28 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        # Attends in the back end's place, with it: called with this module and the back end's arguments.
+        # Replaces the call of the backend, which it uses: called with this module and the backend's
+        # arguments.
         self.adapter: nn.Module | None = None
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
-        # Heads are counted from the projection: under tensor parallelism a rank has its part of them.
+        # The number of heads is inferred: under tensor parallelism each rank has a part of them.
         q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        return self.attended(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+        return self.attend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
 
-    def attended(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
-        """Apply the heads to rotated queries and keys, by the adapter where there is one: (B, S, D)."""
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+        """Attend with rotated queries and keys, through the adapter if there is one. Returns (B, S, D)."""
         heads = q_BSHE, k_BSKE, v_BSKE, mask
         out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
         return self.wo(out_BSHE.flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) · w3 x)."""
+    """SwiGLU feed-forward: w2(silu(w1 x) · w3 x)."""
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()

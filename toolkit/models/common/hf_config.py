@@ -1,10 +1,9 @@
-"""Hugging Face's config.json, as transformers 4 and 5 write it, and our shape of it. No torch.
+"""Conversion between Hugging Face's config.json and :class:`ModelArgs`. Imports no torch.
 
 transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes rope_parameters and
-dtype and still reads the older form, which is therefore what we write. A field that is absent has the
-value that transformers' class of the family gives it; a size that is absent is refused all the same. What
-would compute something else is refused, field by field, never ignored, save attention_dropout: that is of
-training alone, whose preflight tells of it.
+dtype, but still reads the older format, so that is the one written here. Absent fields have the defaults of
+transformers' class; sizes are required. Fields that would change the computation are rejected, not ignored,
+except attention_dropout, which concerns only training and is reported by the preflight.
 """
 
 from __future__ import annotations
@@ -26,47 +25,46 @@ _MUST_BE_FALSE = {
     "mlp_bias": "the feed-forward of {it} has no bias",
     "bias": "the output projection of {it} has no bias",
     "qkv_bias": "queries, keys and values of {it} have no bias",
-    "use_qk_norm": "{it} does not normalise queries and keys",
-    "qk_layernorm": "{it} does not normalise queries and keys",
-    "use_sliding_window": "layers of {it} are not switched to windows here",
-    "is_encoder_decoder": "{it} is a decoder alone",
-    "add_cross_attention": "{it} is a decoder alone",
+    "use_qk_norm": "{it} does not normalize queries and keys",
+    "qk_layernorm": "{it} does not normalize queries and keys",
+    "use_sliding_window": "windows in some layers of {it} are not supported",
+    "is_encoder_decoder": "{it} is decoder-only",
+    "add_cross_attention": "{it} is decoder-only",
 }
 _MUST_BE_ABSENT = {
     "sliding_window": "{it} attends to all earlier tokens",
     "attention_chunk_size": "{it} attends to all earlier tokens",
     "attn_logit_softcapping": "{it} does not cap its attention",
     "final_logit_softcapping": "{it} does not cap its logits",
-    "no_rope_layers": "every layer of {it} rotates its queries and keys",
+    "no_rope_layers": "every layer of {it} uses RoPE",
     "num_experts": "mixtures of experts are not supported",
     "num_local_experts": "mixtures of experts are not supported",
-    "quantization_config": "quantised weights are not supported: take the model they were made from",
+    "quantization_config": "quantized weights are not supported: use the original model",
 }
 _MUST_BE_ONE = {
-    "partial_rotary_factor": "{it} rotates the whole head",
-    "attention_multiplier": "{it} scales nothing",
-    "embedding_multiplier": "{it} scales nothing",
-    "logits_scaling": "{it} scales nothing",
-    "residual_multiplier": "{it} scales nothing",
+    "partial_rotary_factor": "{it} applies RoPE to the whole head",
+    "attention_multiplier": "{it} has no such scale",
+    "embedding_multiplier": "{it} has no such scale",
+    "logits_scaling": "{it} has no such scale",
+    "residual_multiplier": "{it} has no such scale",
 }
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The config.json of a family: how it names itself, and what an absent field means there.
+    """Reader and writer of a family's config.json: its names, and the defaults of absent fields.
 
     Attributes:
-        called: the family in messages, such as "a Llama".
-        head_dim: where the file does not say it; None is ``hidden_size / num_attention_heads``.
-        n_kv_heads: where the file does not say it; None, and null in the file, is ``num_attention_heads``.
-        sliding_window: where the file does not say it, since null says that there is none; None is a family
-            without windows.
-        extra: fields beside those that all families have, when it is written.
+        display_name: the family in messages, such as "a Llama".
+        head_dim: default; None is ``hidden_size / num_attention_heads``.
+        n_kv_heads: default; None here, or null in the file, is ``num_attention_heads``.
+        sliding_window: default (null in the file means no window); None is a family without windows.
+        extra: additional fields to write.
     """
 
     model_type: str
     architecture: str
-    called: str
+    display_name: str
     max_seq_len: int
     head_dim: int | None = None
     n_kv_heads: int | None = None
@@ -76,21 +74,20 @@ class HFConfig:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
-        """Read the shape of the model from the ``values`` of the config.json at ``path``.
+        """Read the model args from the ``values`` of the config.json at ``path``.
 
         Raises:
-            DataError: it is not of this family, or of a model of it that is not supported; every field at
-                fault is named.
+            DataError: it is of another family, or of an unsupported model; every invalid field is reported.
         """
         fields = Fields(values)
-        self._refuse_other_models(fields)
+        self._reject_other_models(fields)
         dim, n_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         default = values.get("num_key_value_heads", self.n_kv_heads) or n_heads
         n_kv_heads = fields.count("num_key_value_heads", default)
         max_seq_len = fields.count("max_position_embeddings", self.max_seq_len)
         theta, scaling = self._rope(fields, max_seq_len)
         if "head_dim" not in fields.values and not self.head_dim and dim % n_heads:
-            fields.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {n_heads}")
+            fields.reject("hidden_size", f"must be a multiple of num_attention_heads, which is {n_heads}")
         args = ModelArgs(
             dim=dim,
             n_layers=fields.count("num_hidden_layers", at_most=MAX_LAYERS),
@@ -119,15 +116,15 @@ class HFConfig:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
         )
-        if args.head_dim % 2 and not fields.wrong:
-            fields.refuse("head_dim", f"must be even, since RoPE turns pairs, and it is {args.head_dim}")
-        fields.finish(f"{path} is not of {self.called} that can be read")
+        if args.head_dim % 2 and not fields.problems:
+            fields.reject("head_dim", f"must be even, because RoPE rotates pairs, and it is {args.head_dim}")
+        fields.finish(f"{path} does not describe {self.display_name} that is supported")
         return args
 
     def write(
         self, args: ModelArgs, *, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
     ) -> dict[str, Any]:
-        """Build the config.json of a model, as transformers 4 and 5 read it; its weights are of ``dtype``."""
+        """Build the config.json of a model with weights of ``dtype``, as transformers 4 and 5 read it."""
         scaling, classifier = args.rope_scaling, args.classifier
         fields: dict[str, Any] = {
             "architectures": [self.classifier if classifier else self.architecture],
@@ -167,7 +164,7 @@ class HFConfig:
                 "id2label": {str(index): label for index, label in labels.items()},
                 "label2id": {label: index for index, label in labels.items()},
                 "problem_type": _ONE_LABEL,
-                # transformers refuses several texts at once of a model without one.
+                # transformers rejects batches of several texts for a model without one.
                 "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
             }
         if self.sliding_window:
@@ -176,7 +173,7 @@ class HFConfig:
 
     @property
     def classifier(self) -> str:
-        """transformers' class with a classifier's head."""
+        """transformers' class with a classification head."""
         return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     def _window(self, fields: Fields, values: Mapping[str, Any]) -> int | None:
@@ -188,58 +185,59 @@ class HFConfig:
         if fields.values.get("architectures") != [self.classifier]:
             return None
         if fields.values.get("problem_type", _ONE_LABEL) != _ONE_LABEL:
-            fields.refuse("problem_type", f'must be "{_ONE_LABEL}"')
+            fields.reject("problem_type", f'must be "{_ONE_LABEL}"')
         labels = fields.values.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
         numbered = [str(index) for index in range(len(labels))] if isinstance(labels, dict) else []
         if len(numbered) < 2 or labels.keys() != set(numbered):
-            fields.refuse("id2label", "must have a name for each of 0, 1 and so on")
+            fields.reject("id2label", "must have a name for each of 0, 1 and so on")
             return None
         return Classifier(tuple(str(labels[index]) for index in numbered))
 
-    def _refuse_other_models(self, fields: Fields) -> None:
+    def _reject_other_models(self, fields: Fields) -> None:
         values = fields.values
         architectures = values.get("architectures", [self.architecture])
         if architectures not in ([self.architecture], [self.classifier]):
-            fields.refuse("architectures", f'must be ["{self.architecture}"] or ["{self.classifier}"]')
+            fields.reject("architectures", f'must be ["{self.architecture}"] or ["{self.classifier}"]')
         if values.get("hidden_act", "silu") not in ("silu", "swish"):
-            fields.refuse("hidden_act", 'must be "silu"')
+            fields.reject("hidden_act", 'must be "silu"')
         if isinstance(values.get("auto_map"), dict) and "AutoModelForCausalLM" in values["auto_map"]:
-            fields.refuse("auto_map", "the model brings code of its own, which is not run and may differ")
-        kinds = values.get("layer_types", [])
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            fields.refuse("layer_types", 'every layer must be "full_attention"')
+            fields.reject("auto_map", "the model has custom code, which is not run and may differ")
+        layer_types = values.get("layer_types", [])
+        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+            fields.reject("layer_types", 'every layer must be "full_attention"')
         for key, why in _MUST_BE_FALSE.items():
             if self.qk_norm and key in ("use_qk_norm", "qk_layernorm") or self.qkv_bias and key == "qkv_bias":
                 continue
             if values.get(key, False) is not False:
-                fields.refuse(key, f"must be false: {why.format(it=self.called)}")
+                fields.reject(key, f"must be false: {why.format(it=self.display_name)}")
         for key, why in _MUST_BE_ABSENT.items():
-            # Beside use_sliding_window = false, which may be the default, it says nothing.
+            # use_sliding_window = false, which may be the default, disables sliding_window.
             used = values.get("use_sliding_window", self.extra.get("use_sliding_window"))
-            fine = key == "sliding_window" and (self.sliding_window or used is False)
-            if key in values and not fine:
-                fields.refuse(key, f"must be absent or null: {why.format(it=self.called)}")
+            allowed = key == "sliding_window" and (self.sliding_window or used is False)
+            if key in values and not allowed:
+                fields.reject(key, f"must be absent or null: {why.format(it=self.display_name)}")
         for key, why in _MUST_BE_ONE.items():
             if values.get(key, 1) != 1:
-                fields.refuse(key, f"must be 1: {why.format(it=self.called)}")
+                fields.reject(key, f"must be 1: {why.format(it=self.display_name)}")
 
     def _rope(self, fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
-        """The base of the frequencies and their scaling, from either form, in the order of transformers 5."""
+        """Read theta and the scaling from either format, with the precedence of transformers 5."""
         rope = fields.inner("rope_scaling") or fields.inner("rope_parameters")
         theta = fields.positive("rope_theta", 10000.0)
         if rope is None:
             return theta, None
         theta = rope.positive("rope_theta", theta)
         if rope.values.get("partial_rotary_factor", 1) != 1:
-            rope.refuse("partial_rotary_factor", f"must be 1: {self.called} rotates the whole head")
+            why = _MUST_BE_ONE["partial_rotary_factor"].format(it=self.display_name)
+            rope.reject("partial_rotary_factor", f"must be 1: {why}")
         key = "rope_type" if "rope_type" in rope.values else "type"
         kind = rope.values.get(key, "default")
         if kind == "default":
             if any(isinstance(value, dict) for value in rope.values.values()):
-                fields.refuse(rope.where.rstrip("."), "every layer must have the same rotary positions")
+                fields.reject(rope.where.rstrip("."), "every layer must have the same RoPE parameters")
             return theta, None
         if kind != "llama3":
-            rope.refuse(key, 'must be "default" or "llama3"')
+            rope.reject(key, 'must be "default" or "llama3"')
             return theta, None
         original = fields.count("original_max_position_embeddings", max_seq_len)
         return theta, RopeScaling(
@@ -253,6 +251,6 @@ class HFConfig:
 def generation_config_json(
     *, bos: int | None, eos: int | list[int] | None, pad: int | None
 ) -> dict[str, Any]:
-    """The generation_config.json beside it: the tokens that begin, end and fill a text."""
+    """Build the generation_config.json with the BOS, EOS and padding tokens."""
     ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     return {key: value for key, value in ids.items() if value is not None}

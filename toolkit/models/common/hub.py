@@ -1,4 +1,4 @@
-"""A family's models on the Hugging Face Hub."""
+"""Repositories of a model family on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hub:
-    """The repositories of a family.
+    """Repositories of a family.
 
     Attributes:
-        owner: whose they are.
-        published: name of the repository → ``model.name`` and ``model.flavor`` of its model.
-        gated: a licence has to be accepted before a download.
+        owner: user or organization of the repositories.
+        published: ``model.name`` and ``model.flavor`` by repository name.
+        gated: downloading requires accepting a license.
     """
 
     owner: str
@@ -22,6 +22,7 @@ class Hub:
     gated: bool = False
 
     def published_name(self, text: str) -> str | None:
-        """The repository that an id or the last part of a path means, in whatever case, if it means one."""
+        """Return the repository that matches an id or the last component of a path, ignoring case, or
+        None."""
         stem = os.path.basename(text.rstrip("/")).lower()
         return next((name for name in self.published if name.lower() == stem), None)

@@ -1,4 +1,4 @@
-"""The output head, with the loss inside of it.
+"""The output head, which also computes the loss.
 
 Shapes: B batch, S sequence, T = B·S tokens, D model dim, V vocabulary, or the labels of a classifier.
 """
@@ -17,10 +17,10 @@ from toolkit.models.common.args import ModelArgs
 
 
 class OutputHead(nn.Module):
-    """Hidden states to logits, or straight to the loss, so that a sharded head is gathered once.
+    """Map hidden states to logits, or directly to the loss, so that a sharded head is gathered once.
 
     Attributes:
-        reduction: what becomes of the losses of tokens, as torch names it: "sum", a scalar, or "none", (T,).
+        reduction: reduction of the token losses as in torch: "sum" (a scalar) or "none" (T,).
     """
 
     reduction = "sum"
@@ -29,20 +29,20 @@ class OutputHead(nn.Module):
         super().__init__()
         self.weight = None if args.tie_embeddings else nn.Parameter(torch.empty(args.vocab_size, args.dim))
         self.loss_chunk_tokens = loss_chunk_tokens
-        # Of hidden states and a weight. Others take their place: compiled ones, those of tensor parallelism.
+        # Functions of hidden states and a weight; torch.compile and tensor parallelism replace them.
         self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
-        # Of logits and labels: the loss in training where that is not the cross-entropy.
+        # Function of logits and labels: the training loss, if it is not plain cross-entropy.
         self.training_losses: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V), or the loss of ``labels`` (B, S). ``tied_VD`` is a tied embedding."""
+        """Return logits (B, S, V), or the loss of ``labels`` (B, S). ``tied_VD`` is the tied embedding."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None, "a tied head needs the embedding"
         if labels is None:
             return self.logits(h_BSD, weight_VD)
-        own = self.training_losses if self.training else None
-        loss = self.loss if own is None else partial(self._loss_of_logits, own)
+        custom = self.training_losses if self.training else None
+        loss = self.loss if custom is None else partial(self._loss_of_logits, custom)
         losses_T = chunked_loss(
             loss,
             h_BSD.flatten(0, 1),
@@ -60,6 +60,6 @@ class OutputHead(nn.Module):
 
 
 def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # which fuses what is between the matmuls by itself
+    if torch.compiler.is_compiling():  # inductor fuses the operators between the matmuls
         return token_losses(F.linear(h_TD, weight_VD), labels_T)
     return linear_losses(h_TD, weight_VD, labels_T)

@@ -1,4 +1,4 @@
-"""The training loss of a run that names another than the plain cross-entropy, or adds terms to it."""
+"""Training losses other than plain cross-entropy: registered ones, label smoothing and z-loss."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from toolkit.errors import ConfigError
 from toolkit.loss import IGNORED_LABEL
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Logits (T, V) and labels (T,) to the losses of tokens (T,), 0 where the label is −100."""
+"""Function of logits (T, V) and labels (T,) that returns the loss of each token (T,), 0 where the label is
+−100."""
 
 
 def training_losses(config: Config) -> TokenLosses | None:
-    """The loss of ``config``; None for the cross-entropy alone."""
+    """Return the loss function of ``config``; None for plain cross-entropy."""
     options = config.loss
     if options.name != "cross_entropy":
-        return _checked(added("loss.name")[options.name](config), config)
+        return _with_checks(added("loss.name")[options.name](config), config)
     if not options.label_smoothing and not options.z_loss:
         return None
     return lambda logits_TV, labels_T: regularized_losses(
@@ -28,8 +29,8 @@ def training_losses(config: Config) -> TokenLosses | None:
     )
 
 
-def _checked(losses: TokenLosses, config: Config) -> TokenLosses:
-    """``losses`` of a user's, of which one that is not a loss for each token is an error."""
+def _with_checks(losses: TokenLosses, config: Config) -> TokenLosses:
+    """Wrap a user's ``losses``: anything but one loss per token is an error."""
     from toolkit.config.custom_import import misused
 
     def wrong(rule: str) -> ConfigError:
@@ -41,12 +42,12 @@ def _checked(losses: TokenLosses, config: Config) -> TokenLosses:
     def checked(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         losses_T = losses(logits_TV, labels_T)
         if not isinstance(losses_T, Tensor):
-            raise wrong(f"returns {losses_T!r}, not a tensor with the loss of each token")
+            raise wrong(f"returns {losses_T!r}, not a tensor with one loss per token")
         if losses_T.shape != labels_T.shape:
             shapes = f"{tuple(losses_T.shape)} for labels of {tuple(labels_T.shape)}"
-            raise wrong(f"returns {shapes}: there is one loss for each token")
+            raise wrong(f"returns {shapes}: one loss per token is required")
         if losses_T.dtype not in (torch.float32, torch.float64):
-            raise wrong(f"returns {losses_T.dtype}: losses are of at least fp32, as of logits.float()")
+            raise wrong(f"returns {losses_T.dtype}: losses must be at least fp32, as from logits.float()")
         if logits_TV.requires_grad and torch.is_grad_enabled() and not losses_T.requires_grad:
             raise wrong("returns losses without a gradient")
         return losses_T
@@ -55,9 +56,8 @@ def _checked(losses: TokenLosses, config: Config) -> TokenLosses:
 
 
 def regularized_losses(logits_TV: Tensor, labels_T: Tensor, *, smoothing: float, z_loss: float) -> Tensor:
-    """The cross-entropy with a part ``smoothing`` of the probability spread evenly over the vocabulary, as in
-    torch's (Szegedy et al. 2015, arXiv:1512.00567), plus ``z_loss`` · log² Z, Z being the softmax's
-    denominator (Chowdhery et al. 2022, arXiv:2204.02311)."""
+    """Return cross-entropy with label smoothing as in torch (Szegedy et al. 2015, arXiv:1512.00567), plus
+    ``z_loss`` · log² Z with Z the softmax's denominator (Chowdhery et al. 2022, arXiv:2204.02311)."""
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     counted_T = labels_T != IGNORED_LABEL
     log_z_T = logits_TV.logsumexp(-1)

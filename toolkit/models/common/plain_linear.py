@@ -1,4 +1,4 @@
-"""Linear layers whose place another layer may take."""
+"""Check of linear layers that are replaced by other classes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from toolkit.errors import ConfigError, Problem
 
 
 def check_plain(name: str, layer: nn.Module, *, key: str, value: object, without: str) -> None:
-    """See that the ``layer`` called ``name`` computes what torch.nn.Linear does, whose place another takes
-    where ``key`` has this ``value``; ``without`` says how it would not.
+    """Check that the ``layer`` named ``name`` is a plain torch.nn.Linear before ``key`` = ``value`` replaces
+    it.
+
+    ``without`` is the fix that avoids the replacement.
 
     Raises:
         ConfigError: it is of another class, whose forward would be lost.
     """
     if type(layer) is not nn.Linear:
         rule = f"{name} is a {type(layer).__name__}, and only a plain torch.nn.Linear can be replaced"
-        fix = f"{without}, or compute what it adds in the module that holds it, beside a plain one"
+        fix = f"{without}, or move what it adds into its parent module, next to a plain torch.nn.Linear"
         raise ConfigError(Problem(rule, fix, key, value))

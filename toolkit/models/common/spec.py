@@ -1,6 +1,6 @@
-"""The description of a family of models that the toolkit reads. Imports no torch.
+"""The interface of a model family. Imports no torch.
 
-What every run of a family needs is a value; what some need is a method that imports it when it is called.
+Attributes hold what every run needs; methods import on demand what only some runs need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import Row, decoder_rows, dense_block
+from toolkit.models.common.table import ParameterRow, decoder_rows, dense_block
 
 if TYPE_CHECKING:
     from toolkit.models.common.chat_format import ChatFormat
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 CONFIG = "config.json"
-"""The shape of a model beside weights in Hugging Face's form."""
+"""File with the architecture, next to weights in the Hugging Face format."""
 PARAMS = "params.json"
-"""The shape of a model beside weights in Meta's form, consolidated.00.pth and so on."""
+"""File with the architecture, next to weights in Meta's format (consolidated.00.pth and so on)."""
 
 
 class MetaParams(Protocol):
-    """The params.json of a family."""
+    """Reader and writer of a family's params.json."""
 
-    def args_of(self, folder: Path, *, vocab_size: int) -> ModelArgs:
-        """Read the shape of the model whose params.json is in ``folder``; ``vocab_size`` is the embedding's.
+    def read_args(self, folder: Path, *, vocab_size: int) -> ModelArgs:
+        """Read the model args from params.json in ``folder``; ``vocab_size`` is the embedding's.
 
         Raises:
-            DataError: there is no such file, or it is of another model.
+            DataError: the file is missing, or describes another model.
         """
 
     def params_json(self, args: ModelArgs) -> dict[str, Any]:
@@ -42,12 +42,12 @@ class MetaParams(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec(ABC):
-    """A family: the sizes of its models, its forms on disk and at Hugging Face, its tokenizers and prompts.
+    """A model family: its presets, file formats, Hub repositories, tokenizers and chat formats.
 
     Attributes:
-        sizes: shapes by ``model.name`` and ``model.flavor``. Of equal shapes, messages name the first.
-        ffn_rule: for a name and a flavor, the feed-forward width that follows from another ``model.dim``;
-            None keeps the width.
+        sizes: model args by ``model.name`` and ``model.flavor``. Of equal presets, messages name the first.
+        ffn_rule: returns, for a name and a flavor, the function from ``model.dim`` to the feed-forward width;
+            None keeps the width of the preset.
     """
 
     sizes: Mapping[str, Mapping[str, ModelArgs]]
@@ -55,38 +55,38 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def hf_config(self) -> HFConfig:
-        """Hugging Face's config.json."""
+        """Return the reader and writer of Hugging Face's config.json."""
 
     def decoder(self) -> type | None:
-        """A subclass of :class:`~toolkit.models.common.decoder.Decoder` with the parameters and buffers of
-        :meth:`rows`; None for that itself."""
+        """Return a subclass of :class:`~toolkit.models.common.decoder.Decoder` with the parameters and
+        buffers of :meth:`rows`; None uses Decoder itself."""
         return None
 
-    def block(self, args: ModelArgs, layer: int) -> Sequence[Row]:
-        """The rows of block ``layer``, in the order of its module's parameters."""
+    def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
+        """Return the rows of block ``layer``, in the order of its module's parameters."""
         return dense_block(args, layer)
 
-    def rows(self, args: ModelArgs) -> Sequence[Row]:
-        """The rows of the whole model."""
+    def rows(self, args: ModelArgs) -> Sequence[ParameterRow]:
+        """Return the rows of the whole model."""
         return decoder_rows(args, (self.block(args, layer) for layer in range(args.n_layers)))
 
     def meta_params(self) -> MetaParams | None:
-        """params.json, where Meta publishes the family as that and consolidated.*.pth."""
+        """Return the reader and writer of params.json; None if the family has no format of Meta's."""
         return None
 
     def tiktoken_forms(self) -> Sequence[TiktokenForm]:
-        """The tokenizers of the family that come as tiktoken files."""
+        """Return the formats of the family's tiktoken files."""
         return ()
 
     def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
-        """Formats of prompts by name, beside the templates that come with tokenizers."""
+        """Return chat formats by name, in addition to the chat templates of tokenizers."""
         return {}
 
-    def reported(self, args: ModelArgs) -> Sequence[str]:
-        """Names of the losses and statistics that blocks report
+    def metric_names(self, args: ModelArgs) -> Sequence[str]:
+        """Return the names of the losses and statistics that blocks return
         (:class:`~toolkit.models.common.block_output.BlockOutput`)."""
         return ()
 
     def hub(self) -> Hub | None:
-        """The family's models on the Hugging Face Hub."""
+        """Return the family's repositories on the Hugging Face Hub."""
         return None

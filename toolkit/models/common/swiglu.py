@@ -13,7 +13,7 @@ from toolkit.fused import Fused
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Where it is fused, silu(gate) is computed again in backward, and only the arguments are saved."""
+    """Compute silu(gate) · up. The fused version saves only the arguments and recomputes silu in backward."""
     if fused.is_enabled("swiglu") and not torch.compiler.is_compiling():
         return _SwiGLU.apply(gate, up)
     return F.silu(gate) * up

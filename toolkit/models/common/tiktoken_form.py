@@ -1,4 +1,4 @@
-"""The form of a family's tiktoken files."""
+"""Format of a family's tiktoken files."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_N_CL100K_RANKS = 100_256  # GPT-4's: they would pass for a trained file, and have other special tokens
+_N_CL100K_RANKS = 100_256  # GPT-4's: it could be mistaken for a trained file, but has other special tokens
 
 
 @dataclass(frozen=True)
 class TiktokenForm:
-    """All that a tiktoken file leaves to the program that reads it, for files of ``n_ranks`` ranks.
+    """The settings that a tiktoken file of ``n_ranks`` ranks does not contain.
 
     Attributes:
-        called: the models with this form, in messages.
-        pattern: how text is cut into words before bytes are merged.
-        n_special: how many special tokens follow the ranks.
-        special_tokens: their names in the order of ids, for the folder of the model files that the tokenizer
-            is of; None for one that is of no published model.
-        trained: the files that tools/train_tokenizer writes, of fewer ranks, have this form.
+        display_name: name of the models in messages.
+        pattern: regular expression that splits text into words before bytes are merged.
+        n_special: number of special tokens after the ranks.
+        special_tokens: returns their names in the order of ids, given the folder of the model files; None is
+            a tokenizer of no published model.
+        trained: tools/train_tokenizer writes files in this format, with fewer ranks.
     """
 
-    called: str
+    display_name: str
     n_ranks: int
     pattern: str
     n_special: int
     special_tokens: Callable[[Path | None], list[str]]
     trained: bool = False
 
-    def covers(self, n_ranks: int) -> bool:
-        """Say if a file of ``n_ranks`` ranks has this form."""
+    def matches(self, n_ranks: int) -> bool:
+        """Return whether a file of ``n_ranks`` ranks has this format."""
         smaller = self.trained and n_ranks < self.n_ranks and n_ranks != _N_CL100K_RANKS
         return n_ranks == self.n_ranks or smaller

@@ -1,7 +1,7 @@
-"""Shapes of the published Llama models by ``model.name`` and ``model.flavor``. Imports no torch.
+"""Presets of the published Llama models by ``model.name`` and ``model.flavor``. Imports no torch.
 
-``llama3`` is what torchtitan means by it: RoPE scaled by 8 at every size. The other names are
-Meta's releases. Each has a ``debugmodel``, a few million parameters that train on a laptop.
+``llama3`` is torchtitan's: RoPE scaled by 8 at every size. The other names are Meta's releases. Each has a
+``debugmodel`` of a few million parameters that trains on a laptop.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toolkit.models.common.args import ModelArgs, RopeScaling, takes_vocabulary
+from toolkit.models.common.args import ModelArgs, RopeScaling, vocab_from_tokenizer
 
 
 def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
-    """Meta's rule: two thirds of 4·dim, times the multiplier, rounded up to the multiple.
+    """Return the feed-forward width by Meta's rule: 2/3 of 4·dim, times the multiplier, rounded up to the
+    multiple.
 
     Raises:
-        OverflowError: it is beyond all numbers.
+        OverflowError: the width is infinite.
     """
     return -(-int(multiplier * int(8 * dim / 3)) // multiple_of) * multiple_of
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A row of Meta's ``params.json``: the feed-forward width follows from the last two."""
+    """Sizes as in Meta's ``params.json``; the last two fields determine the feed-forward width."""
 
     dim: int
     n_layers: int
@@ -37,7 +38,7 @@ class _Size:
 
 
 @dataclass(frozen=True)
-class _Family:
+class _Release:
     sizes: dict[str, _Size]
     vocab_size: int = 128256
     rope_theta: float = 500000.0
@@ -48,7 +49,7 @@ class _Family:
 
     def args(self, flavor: str) -> ModelArgs:
         size = self.sizes[flavor]
-        debug = takes_vocabulary(flavor)
+        debug = vocab_from_tokenizer(flavor)
         return ModelArgs(
             dim=size.dim,
             n_layers=size.n_layers,
@@ -64,15 +65,15 @@ class _Family:
         )
 
 
-# The vocabulary of a debugmodel is the tokenizer's; torchtitan's stands in where there is none.
+# Vocabulary size of a debug model without a tokenizer, as in torchtitan.
 _DEBUG_VOCAB = 2048
 _DEBUG = _Size(256, 6, 16, 16)
 _8B = _Size(4096, 32, 32, 8, 1.3, 1024)
 _70B = _Size(8192, 80, 64, 8, 1.3, 4096)
 _405B = _Size(16384, 126, 128, 8, 1.2, 4096)
 
-_FAMILIES = {
-    "llama2": _Family(
+_RELEASES = {
+    "llama2": _Release(
         {
             "debugmodel": _DEBUG,
             "7B": _Size(4096, 32, 32, 32),
@@ -83,11 +84,11 @@ _FAMILIES = {
         rope_theta=10000.0,
         max_seq_len=4096,
     ),
-    "llama3.0": _Family({"debugmodel": _DEBUG, "8B": _8B, "70B": _70B}, max_seq_len=8192),
-    "llama3.1": _Family(
+    "llama3.0": _Release({"debugmodel": _DEBUG, "8B": _8B, "70B": _70B}, max_seq_len=8192),
+    "llama3.1": _Release(
         {"debugmodel": _DEBUG, "8B": _8B, "70B": _70B, "405B": _405B}, rope_scaling=RopeScaling(8.0)
     ),
-    "llama3.2": _Family(
+    "llama3.2": _Release(
         {
             "debugmodel": _DEBUG,
             "1B": _Size(2048, 16, 32, 8, 1.5, 256),
@@ -96,10 +97,10 @@ _FAMILIES = {
         rope_scaling=RopeScaling(32.0),
         tie_embeddings=True,
     ),
-    "llama3.3": _Family({"debugmodel": _DEBUG, "70B": _70B}, rope_scaling=RopeScaling(8.0)),
-    "llama3": _Family(
+    "llama3.3": _Release({"debugmodel": _DEBUG, "70B": _70B}, rope_scaling=RopeScaling(8.0)),
+    "llama3": _Release(
         {
-            # torchtitan names its attention back ends in the flavor; the shape is the same.
+            # torchtitan names the attention backend in the flavor; the sizes are the same.
             "debugmodel": _DEBUG,
             "debugmodel_flex_attn": _DEBUG,
             "debugmodel_varlen_attn": _DEBUG,
@@ -115,10 +116,11 @@ _FAMILIES = {
 }
 
 PRESETS: dict[str, dict[str, ModelArgs]] = {
-    name: {flavor: family.args(flavor) for flavor in family.sizes} for name, family in _FAMILIES.items()
+    name: {flavor: release.args(flavor) for flavor in release.sizes} for name, release in _RELEASES.items()
 }
 
 
 def ffn_rule(name: str, flavor: str) -> Callable[[int], int]:
-    """The feed-forward width that follows from ``dim`` by the preset's own multiplier and multiple."""
-    return _FAMILIES[name].sizes[flavor].ffn_dim
+    """Return the function from ``dim`` to the feed-forward width with the preset's multiplier and
+    multiple."""
+    return _RELEASES[name].sizes[flavor].ffn_dim

@@ -1,4 +1,4 @@
-"""The prompts of Llama 2 and Llama 3. Imports no torch."""
+"""Chat formats of Llama 2 and Llama 3. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _ROLES_LLAMA3 = ("system", "user", "assistant", "ipython")
 
 
 class Llama3Format(ChatFormat):
-    """Llama 3's: each message under a header with its role, ended by <|eot_id|> (Meta's ``ChatFormat``).
+    """Llama 3's format: each message after a header with its role, ended by <|eot_id|> (Meta's
+    ``ChatFormat``).
 
-    No system message is added. The templates of Llama 3.1 and later add one with the date: that is what a
-    folder with such a template gets.
+    No system message is added. The chat templates of Llama 3.1 and later add one with the date; a tokenizer
+    folder with such a template uses that instead.
     """
 
     name = fingerprint = "llama3"
@@ -59,11 +60,11 @@ class Llama3Format(ChatFormat):
 
 
 class Llama2Format(ChatFormat):
-    """Llama 2's: ``[INST] question [/INST] answer`` between BOS and EOS (Meta's ``chat_completion``).
+    """Llama 2's format: ``[INST] question [/INST] answer`` between BOS and EOS (Meta's ``chat_completion``).
 
-    A system message goes into the first question, between <<SYS>> marks. Those marks and [INST] are text to
-    the tokenizer, so that this format cannot tell them from a message that holds them. An answer is opened by
-    the question's end: there is no generation prompt.
+    A system message is part of the first question, between <<SYS>> marks. The marks and [INST] are plain text
+    to the tokenizer, so a message that contains them cannot be distinguished. There is no generation prompt:
+    an answer follows the end of the question.
     """
 
     name = fingerprint = "llama2"
@@ -74,7 +75,7 @@ class Llama2Format(ChatFormat):
 
     def __init__(self, tokenizer: ChatTokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
-            raise DataError(f"Llama 2's chat format needs BOS and EOS, which {tokenizer.path} has not")
+            raise DataError(f"Llama 2's chat format needs BOS and EOS tokens, which {tokenizer.path} lacks")
         self._tokenizer = tokenizer
         self.stop_ids = tokenizer.stop_ids
 
@@ -82,13 +83,13 @@ class Llama2Format(ChatFormat):
         return self.encode_turns(messages).ids
 
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
-        system, asked, answers = exchanges(messages, "Llama 2")
+        system, questions, answers = exchanges(messages, "Llama 2")
         if system is not None:
-            asked[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{asked[0]}"
-        questions = [f"[INST] {content.strip()} [/INST]" for content in asked]
+            questions[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{questions[0]}"
+        questions = [f"[INST] {content.strip()} [/INST]" for content in questions]
         encode, turns = self._tokenizer.encode, Turns([], [])
         for question, answer in zip(questions, answers, strict=False):
-            # No token of such a tokenizer holds a space and what is before it.
+            # No token of a SentencePiece model spans a space and the text before it.
             begin = len(turns.ids) + len(encode(question, bos=True))
             turns.ids.extend(encode(f"{question} {answer.strip()} ", bos=True, eos=True))
             turns.answers.append((begin, len(turns.ids)))

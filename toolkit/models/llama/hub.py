@@ -25,14 +25,14 @@ _ONLY_INSTRUCT = "Llama-3.3-70B"
 
 
 def _instruct(name: str) -> str:
-    """The variant that was trained on dialogues."""
+    """Return the name of the instruction-tuned variant."""
     return name.replace("-hf", "-chat-hf") if name.endswith("-hf") else f"{name}-Instruct"
 
 
 _PUBLISHED = {name: size for name, size in _SIZES.items() if name != _ONLY_INSTRUCT} | {
     _instruct(name): size for name, size in _SIZES.items()
 }
-_MISTAKEN = {
+_WRONG_NAMES = {
     "llama-3-8b": "Meta-Llama-3-8B",
     "llama-3-70b": "Meta-Llama-3-70B",
     "llama-3-405b": "Llama-3.1-405B",
@@ -40,22 +40,22 @@ _MISTAKEN = {
     "llama-3-3b": "Llama-3.2-3B",
     "llama-3.3-70b": "Llama-3.3-70B",
 }
-"""Names that documents use for repositories that do not exist under them."""
+"""Names in common use for repositories that are named otherwise."""
 
 _LOOKS_PUBLISHED = re.compile(r"(meta-)?llama-\d", re.IGNORECASE)
 
 
-class _MetasHub(Hub):
+class _MetaHub(Hub):
     def published_name(self, text: str) -> str | None:
         stem = os.path.basename(text.rstrip("/"))
         if not _LOOKS_PUBLISHED.match(stem):
             return None
         lowered = re.sub(r"^meta-(?=llama-3\.\d)", "", stem.lower())
-        mistaken = _MISTAKEN.get(lowered.removesuffix("-instruct"))
-        if mistaken:
-            alone = mistaken != _ONLY_INSTRUCT and not lowered.endswith("-instruct")
-            return mistaken if alone else _instruct(mistaken)
+        name = _WRONG_NAMES.get(lowered.removesuffix("-instruct"))
+        if name:
+            base = name != _ONLY_INSTRUCT and not lowered.endswith("-instruct")
+            return name if base else _instruct(name)
         return closest(lowered, _PUBLISHED)
 
 
-HUB = _MetasHub("meta-llama", _PUBLISHED, gated=True)
+HUB = _MetaHub("meta-llama", _PUBLISHED, gated=True)

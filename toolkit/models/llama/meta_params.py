@@ -1,12 +1,11 @@
-"""Meta's params.json and our shape of it. No torch.
+"""Conversion between Meta's params.json and :class:`ModelArgs`. Imports no torch.
 
-The file leaves much to the program that reads it. Where it says nothing, Meta's defaults and releases
-decide: the feed-forward width follows from dim, a multiplier and a multiple; vocab_size −1 is the
-tokenizer's; RoPE scaled ("use_scaled_rope") by 8 and never tied, save for the two small models of
-Llama 3.2, known by their shape, which are tied and scaled by 32; contexts of 4096 tokens (Llama 2), 8192
-(Llama 3) and 131072 (scaled). Others spell these out (hidden_dim, tied_embeddings, max_seq_len, …), which
-we read, and which we write only where Meta's rule would give something else: Meta's programs refuse
-fields that they do not know.
+The file omits much. The defaults are those of Meta's code and releases: the feed-forward width is computed
+from dim, a multiplier and a multiple; vocab_size −1 is the tokenizer's; scaled RoPE ("use_scaled_rope") has
+factor 8 and embeddings are not tied, except for the two small models of Llama 3.2 (recognized by their
+sizes), which are tied and have factor 32; contexts are 4096 (Llama 2), 8192 (Llama 3) and 131072 (scaled).
+Other programs write these explicitly (hidden_dim, tied_embeddings, max_seq_len, …). Such fields are read, and
+written only where Meta's rules would give another value, because Meta's programs reject unknown fields.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ from toolkit.models.llama.args import PRESETS, meta_ffn_dim
 
 _OTHER_MODELS = {
     "moe_args": "mixtures of experts are not supported",
-    "vision_chunk_size": "models with a vision part are not supported",
-    "vision_num_cross_attention_layers": "models with a vision part are not supported",
-    "vision_args": "models with a vision part are not supported",
-    "quantization_args": "quantised weights are not supported",
+    "vision_chunk_size": "vision models are not supported",
+    "vision_num_cross_attention_layers": "vision models are not supported",
+    "vision_args": "vision models are not supported",
+    "quantization_args": "quantized weights are not supported",
     "lora_args": "weights with LoRA adapters are not supported",
-    "use_qk_norm": "a Llama does not normalise queries and keys",
+    "use_qk_norm": "a Llama does not normalize queries and keys",
     "attention_chunk_size": "a Llama attends to all earlier tokens",
-    "nope_layer_interval": "every layer of a Llama rotates its queries and keys",
+    "nope_layer_interval": "every layer of a Llama uses RoPE",
 }
 _SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
 _TIED_RELEASES = [PRESETS["llama3.2"][flavor] for flavor in ("1B", "3B")]
 _LONG = 131072
 
 
-def args_of(folder: Path, *, vocab_size: int) -> ModelArgs:
-    """The shape of the model whose params.json is in ``folder``.
+def read_args(folder: Path, *, vocab_size: int) -> ModelArgs:
+    """Read the model args from params.json in ``folder``.
 
     ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer (−1, or absent).
 
     Raises:
-        DataError: there is no such file, or it is of another model; every field at fault is named.
+        DataError: the file is missing, or of another model; every invalid field is reported.
     """
     path = folder / PARAMS
     values = read_object(path)
     fields = Fields({key: value for key, value in values.items() if (key, value) != ("vocab_size", -1)})
     for key, why in _OTHER_MODELS.items():
         if fields.values.get(key):
-            fields.refuse(key, why)
+            fields.reject(key, why)
     dim, n_heads = fields.count("dim"), fields.count("n_heads")
     n_kv_heads = fields.count("n_kv_heads", n_heads)
     if "head_dim" not in fields.values and dim % n_heads:
-        fields.refuse("dim", f"must be a multiple of n_heads, which is {n_heads}")
+        fields.reject("dim", f"must be a multiple of n_heads, which is {n_heads}")
     args = ModelArgs(
         dim=dim,
         n_layers=fields.count("n_layers", at_most=MAX_LAYERS),
@@ -70,20 +69,20 @@ def args_of(folder: Path, *, vocab_size: int) -> ModelArgs:
     args = _as_released(args, scaled=scaled)
     args = replace(
         args,
-        rope_scaling=_spelled_out(fields, args.rope_scaling) if scaled else None,
+        rope_scaling=_read_scaling(fields, args.rope_scaling) if scaled else None,
         max_seq_len=fields.count("max_seq_len", args.max_seq_len),
         tie_embeddings=fields.flag("tied_embeddings", args.tie_embeddings),
     )
     check_heads(fields, heads="n_heads", kv_heads="n_kv_heads", n_heads=n_heads, n_kv_heads=n_kv_heads)
-    if args.head_dim % 2 and not fields.wrong:
-        fields.refuse("head_dim", f"must be even, since RoPE turns pairs, and it is {args.head_dim}")
-    fields.finish(f"{path} is not of a Llama that can be read")
+    if args.head_dim % 2 and not fields.problems:
+        fields.reject("head_dim", f"must be even, because RoPE rotates pairs, and it is {args.head_dim}")
+    fields.finish(f"{path} does not describe a Llama that is supported")
     return args
 
 
 def params_json(args: ModelArgs) -> dict[str, Any]:
-    """The params.json of a model. Meta's programs read it, save where only a field of ours can say what the
-    model is."""
+    """Build the params.json of a model. Meta's programs can read it, unless the model needs another program's
+    field."""
     released = _as_released(args, scaled=args.rope_scaling is not None)
     multiplier, multiple = _ffn_rule(args.dim, args.ffn_dim)
     params: dict[str, Any] = {
@@ -118,7 +117,7 @@ def params_json(args: ModelArgs) -> dict[str, Any]:
 
 
 def _as_released(args: ModelArgs, *, scaled: bool) -> ModelArgs:
-    """The model with what the file does not say as Meta's releases of this shape have it."""
+    """Return ``args`` with the fields that the file omits as in Meta's releases of these sizes."""
     small = scaled and any(
         all(getattr(args, size) == getattr(release, size) for size in _SIZES) for release in _TIED_RELEASES
     )
@@ -140,7 +139,7 @@ def _scaling_fields(scaling: RopeScaling) -> dict[str, float]:
     }
 
 
-def _spelled_out(fields: Fields, released: RopeScaling | None) -> RopeScaling:
+def _read_scaling(fields: Fields, released: RopeScaling | None) -> RopeScaling:
     assert released is not None
     return RopeScaling(
         fields.positive("rope_scaling_factor", released.factor),
@@ -160,15 +159,16 @@ def _ffn_dim(fields: Fields, dim: int) -> int:
         size = 0
     if not is_count(size, at_most=MAX_SIZE):
         key = "ffn_dim_multiplier" if "ffn_dim_multiplier" in fields.values else "multiple_of"
-        fields.refuse(key, f"makes feed-forward layers that are not from 1 to {MAX_SIZE:,} wide")
+        fields.reject(key, f"gives a feed-forward width outside 1 to {MAX_SIZE:,}")
     return size
 
 
 def _ffn_rule(dim: int, ffn_dim: int) -> tuple[float | None, int]:
-    """A multiplier and a multiple from which Meta's rule makes ``ffn_dim``: the plainest that do."""
-    for multiple in (256, 1024, 4096):  # of the releases, as the multipliers
+    """Return a multiplier and a multiple that give ``ffn_dim`` by Meta's rule, those of a release if
+    possible."""
+    for multiple in (256, 1024, 4096):
         for multiplier in (None, 1.3, 1.2, 1.5):
             if meta_ffn_dim(dim, multiplier or 1.0, multiple) == ffn_dim:
                 return multiplier, multiple
-    # Half a unit above the width: rounding down then gives the width itself, whatever the division did.
+    # Half a unit above the width: rounding down gives the width despite the division's rounding error.
     return (ffn_dim + 0.5) / int(8 * dim / 3), 1

@@ -1,6 +1,6 @@
-"""All that the tiktoken files of Llama 3 and 4 leave to the program that reads them. Imports no torch.
+"""Split patterns and special tokens of Llama 3 and 4, which their tiktoken files omit. Imports no torch.
 
-The ids of the special tokens are the same in all Llama 3 releases; the names are not.
+The ids of the special tokens are the same in all Llama 3 releases; the names differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _N_LLAMA3, _N_LLAMA4 = 256, 2048
 
 
 def llama3_names(*, older: bool = False) -> list[str]:
-    """The 256 special tokens of Llama 3 by offset: 3.0's (``older``) or 3.1's and later."""
+    """Return the 256 special tokens of Llama 3 in the order of ids: of 3.0 (``older``), or of 3.1 and
+    later."""
     names: list[str | None] = [None] * _N_LLAMA3
     names[0], names[1] = "<|begin_of_text|>", "<|end_of_text|>"
     names[6], names[7], names[9] = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
@@ -35,7 +36,7 @@ def llama3_names(*, older: bool = False) -> list[str]:
 
 
 def _llama4_names(count: int) -> list[str]:
-    """The ``count`` special tokens of Llama 4 by offset."""
+    """Return the ``count`` special tokens of Llama 4 in the order of ids."""
 
     def reserved(part: str, first: int, last: int) -> list[str]:
         return [f"{part}reserved_special_token_{index}" for index in range(first, last + 1)]
@@ -54,7 +55,7 @@ def _llama4_names(count: int) -> list[str]:
 
 
 def _is_llama3_0(folder: Path) -> bool:
-    """Say if the model files of ``folder`` are of Llama 3.0: the later ones have scaled RoPE."""
+    """Return whether the model in ``folder`` is Llama 3.0; later releases scale RoPE."""
     hugging_face, meta = read_if_there(folder / "config.json"), read_if_there(folder / "params.json")
     if hugging_face.get("model_type") == "llama":
         rope = hugging_face.get("rope_parameters")

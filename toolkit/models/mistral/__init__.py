@@ -1,5 +1,5 @@
-"""Mistral: a Llama whose first release attends to a window of the last 4,096 tokens (arXiv:2310.06825), and
-whose 12B, Nemo, has heads of 128 numbers beside a dim of 5,120."""
+"""Mistral: a Llama whose first release has a sliding window of 4,096 tokens (arXiv:2310.06825). Its 12B,
+Nemo, has a head dim of 128 with a dim of 5,120."""
 
 from __future__ import annotations
 

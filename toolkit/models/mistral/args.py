@@ -1,4 +1,4 @@
-"""Shapes of the published Mistral models (their config.json at Hugging Face). Imports no torch."""
+"""Presets of the published Mistral models (their config.json at Hugging Face). Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEBUG = replace(_7B, dim=256, n_layers=6, n_heads=8, n_kv_heads=2, ffn_dim=768,
 
 PRESETS = {
     "mistral0.1": {
-        # A window that is shorter than any text.
+        # A window shorter than a debug sequence.
         "debugmodel": replace(_DEBUG, rope_theta=1e4, sliding_window=16),
         "7B": replace(_7B, rope_theta=1e4, sliding_window=4096),
     },

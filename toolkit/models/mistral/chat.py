@@ -1,4 +1,4 @@
-"""The prompts of Mistral. Imports no torch."""
+"""Chat format of Mistral. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ _MARKS = ("[INST]", "[/INST]")
 
 
 class MistralFormat(ChatFormat):
-    """Mistral's: one BOS, an EOS after each answer, and marks as the templates of the releases have them:
+    """Mistral's format: one BOS, an EOS after each answer, and the marks of the release's chat template:
 
-    * 0.1 and 0.2: ``<s> [INST] question [/INST] answer</s> [INST] …``, where [INST] is text to the tokenizer
-      and cannot be told from a message's; a system message and an empty line begin the first question;
-    * 0.3: ``<s>[INST] question[/INST] answer</s>[INST] …`` around tokens of their own, and the system message
-      begins the last question;
-    * Nemo: the same without spaces.
+    * 0.1 and 0.2: ``<s> [INST] question [/INST] answer</s> [INST] …``, with [INST] as plain text, which
+      cannot be distinguished from a message's; the system message and an empty line precede the first
+      question;
+    * 0.3: ``<s>[INST] question[/INST] answer</s>[INST] …`` with special tokens as marks; the system message
+      precedes the last question;
+    * Nemo: as 0.3, without spaces.
 
-    The tokens and spaces of the tokenizer tell which. An answer is opened by the question's end: there is no
-    generation prompt.
+    The special tokens and the spaces of the tokenizer determine the release. There is no generation prompt:
+    an answer follows the end of the question.
     """
 
     name = fingerprint = "mistral"
@@ -31,12 +32,12 @@ class MistralFormat(ChatFormat):
 
     def __init__(self, tokenizer: ChatTokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
-            raise DataError(f"Mistral's chat format needs BOS and EOS, which {tokenizer.path} has not")
+            raise DataError(f"Mistral's chat format needs BOS and EOS tokens, which {tokenizer.path} lacks")
         self._tokenizer = tokenizer
         self._bos, self._eos = tokenizer.bos_id, tokenizer.eos_id
         self.stop_ids = tokenizer.stop_ids
         self._marks = [tokenizer.special_tokens[mark] for mark in _MARKS] if self.fits(tokenizer) else None
-        # SentencePiece puts a space before a text by itself, tokenizer.json before that of a prompt alone.
+        # SentencePiece adds a space before any text, tokenizer.json only at the beginning of a prompt.
         spaced = tokenizer.encode_after(self._bos, " a") == tokenizer.encode("a")
         self._space = " " if spaced else ""
         self._strips = spaced or tokenizer.kind == "sentencepiece"
@@ -47,8 +48,8 @@ class MistralFormat(ChatFormat):
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
         system, questions, answers = exchanges(messages, "Mistral")
         if system is not None:
-            at = 0 if self._marks is None else -1
-            questions[at] = f"{system}\n\n{questions[at]}"
+            index = 0 if self._marks is None else -1
+            questions[index] = f"{system}\n\n{questions[index]}"
         turns = Turns([self._bos], [])
         for index, question in enumerate(questions):
             answer = answers[index] if index < len(answers) else None
@@ -59,14 +60,14 @@ class MistralFormat(ChatFormat):
         return turns
 
     def _exchange(self, question: str, answer: str | None, after: int) -> tuple[int, list[int]]:
-        """The ids of a question and its answer, if it has one, that follow the token ``after``, and how many
-        of them are the question's."""
+        """Return the number of ids of a question, and the ids of it and of its answer, if any, after the
+        token ``after``."""
         encode, space = self._tokenizer.encode_after, self._space
         if self._marks is None:
-            asked = f"{space}[INST] {question} [/INST]"
-            ids = encode(after, asked if answer is None else f"{asked} {answer}")
-            # No token of such a tokenizer holds a space and what is before it.
-            prompt = len(encode(after, asked))
+            text = f"{space}[INST] {question} [/INST]"
+            ids = encode(after, text if answer is None else f"{text} {answer}")
+            # No token of a SentencePiece model spans a space and the text before it.
+            prompt = len(encode(after, text))
         else:
             begin, end = self._marks
             ids = [begin, *encode(begin, space + question), end]

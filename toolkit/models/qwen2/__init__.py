@@ -1,11 +1,10 @@
-"""Qwen2.5, and Qwen2 of the same shape: a Llama whose queries, keys and values have biases
-(arXiv:2412.15115)."""
+"""Qwen2 and Qwen2.5: a Llama with biases in the query, key and value projections (arXiv:2412.15115)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from toolkit.models.common.args import takes_vocabulary
+from toolkit.models.common.args import vocab_from_tokenizer
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.qwen2.args import PRESETS
 
@@ -18,7 +17,7 @@ _PUBLISHED = {
     f"Qwen2.5-{size}{kind}": (model, size)
     for model, sizes in PRESETS.items()
     for size in sizes
-    if not takes_vocabulary(size)
+    if not vocab_from_tokenizer(size)
     for kind in ("", "-Instruct")
 }
 

@@ -1,6 +1,7 @@
-"""Shapes of the published Qwen2.5 base models (their config.json at Hugging Face). Imports no torch.
+"""Presets of the published Qwen2.5 base models (their config.json at Hugging Face). Imports no torch.
 
-Those named Instruct have norm_eps 1e-6 and a context of 32,768 at every size."""
+The Instruct models have norm_eps 1e-6 and a context of 32,768 at every size.
+"""
 
 from __future__ import annotations
 

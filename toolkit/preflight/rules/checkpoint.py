@@ -97,7 +97,7 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
     from toolkit.finetune.saved_options import finetune_of, resume_differences
 
     saved = finetune_of(start.loaded, start.manifest["run"])
-    optimizer = "optimizer" not in start.left_out
+    optimizer = "optimizer" not in start.excluded
     fix = _AS_BEFORE
     if not here.adds:
         fix += f", or start its optimizer anew {start.anew('optimizer')}"
@@ -133,7 +133,7 @@ def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
     start = run.start
     if start.manifest is None or not start.resumes or not start.manifest["run"].get("model_only"):
         return []
-    if "optimizer" in start.left_out:
+    if "optimizer" in start.excluded:
         return []
     return [
         run.problem(
@@ -157,7 +157,7 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
     own = {name, saved} & set(added(key))  # whose state only its author knows
     if saved == name or {saved, name} == {"Adam", "AdamW"} or own:
         return []
-    if "optimizer" in start.left_out:
+    if "optimizer" in start.excluded:
         return []
     rule = f"the checkpoint {start.loaded} is of a run with {key} = {saved}, whose state {name} does not have"
     fix = f"set it as in that run, or start anew {start.anew('optimizer')}"
@@ -169,7 +169,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples, which these keys define (the corpus is compared later)."""
     start = run.start
     config = run.config
-    if start.manifest is None or not start.resumes or "dataloader" in start.left_out:
+    if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
         return []
     saved = start.manifest["run"].get("loader")
     if saved is None:
@@ -197,7 +197,7 @@ def stream_resumable(run: PlannedRun) -> list[Problem]:
     """The batch deals the files of a stream out to as many shards as the position counts (the files are
     compared later)."""
     start, key = run.start, "training.global_batch_size"
-    if start.manifest is None or run.batch is None or not start.resumes or "dataloader" in start.left_out:
+    if start.manifest is None or run.batch is None or not start.resumes or "dataloader" in start.excluded:
         return []
     saved = start.manifest["run"]
     before, shards = saved.get("global_batch_size"), saved.get("loader", {}).get("shards")
@@ -217,7 +217,7 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
     """The position in the data counts samples of certain parts and shares (the text is compared later)."""
     start = run.start
     config = run.config
-    if start.manifest is None or not start.resumes or "dataloader" in start.left_out:
+    if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
         return []
     saved, now = start.manifest["run"].get("loader", {}), _position_counts(run)
     counted = f"the data position of the checkpoint {start.loaded} was counted with"
@@ -256,7 +256,7 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
     """A batch that follows the mesh would change in the middle of a run that goes on elsewhere, and with it
     the place in the data, unless that is left out."""
     start = run.start
-    if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in start.left_out:
+    if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in start.excluded:
         return []
     saved = start.manifest["run"]
     dp = saved.get("data_parallel_degree", run.mesh.dp)
@@ -277,7 +277,7 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
 def steps_are_counted_on(run: PlannedRun) -> list[Problem]:
     """Steps are not counted anew beside checkpoints of higher ones, which the next start would go on from."""
     start = run.start
-    if run.config.checkpoint.load_only or not start.own or "train_state" not in start.left_out:
+    if run.config.checkpoint.load_only or not start.own or "train_state" not in start.excluded:
         return []
     rule = f"leaves train_state out beside step-{max(start.steps, default=0)}, and the next start takes the "
     rule += "highest step"
@@ -319,12 +319,12 @@ def new_head_notes(run: PlannedRun) -> list[str]:
 def _left_out(run: PlannedRun) -> Iterator[str]:
     """Tell what becomes of the schedule of the learning rate where it, or the step, is not loaded."""
     start = run.start
-    if "lr_scheduler" in start.left_out:
+    if "lr_scheduler" in start.excluded:
         yield (
             f"the schedule of the learning rate starts again after {start.loaded}: "
             "checkpoint.exclude_from_loading names lr_scheduler"
         )
-    elif "train_state" in start.left_out:
+    elif "train_state" in start.excluded:
         yield (
             f"steps are counted anew after {start.loaded}, and the schedule of the learning rate goes on: "
             "checkpoint.exclude_from_loading names train_state without lr_scheduler"

@@ -22,7 +22,7 @@ from toolkit.finetune.parameters import (
     outside_blocks,
     trained_names,
 )
-from toolkit.finetune.peft_config import is_peft_folder, without_peft_form
+from toolkit.finetune.peft_config import is_peft_folder, unsupported_by_peft
 from toolkit.finetune.saved_options import differences, saved_options
 from toolkit.models.common.table import EMBEDDING
 from toolkit.models.from_config import weights_folder
@@ -214,12 +214,12 @@ def exports_have_a_form(run: PlannedRun) -> list[Problem]:
     if not (checkpoint.last_save_in_hf or checkpoint.hf_export_interval):
         return []
     replaced = trained_names(parameter_shapes(run.model), run.model, options)
-    problem = without_peft_form(run.model, options, replaced)
+    problem = unsupported_by_peft(run.model, options, replaced)
     key = "checkpoint.last_save_in_hf" if checkpoint.last_save_in_hf else "checkpoint.hf_export_interval"
     if not problem:
         return []
     fix = "leave it out"
-    if not without_peft_form(run.model, _with_plain_gate(options), replaced):
+    if not unsupported_by_peft(run.model, _with_plain_gate(options), replaced):
         fix += ', or set finetune.llama_adapter.gate = "layer"'
     if not _unmerged(run):
         fix += ", or set finetune.merge_on_export = true"

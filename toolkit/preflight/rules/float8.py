@@ -8,7 +8,7 @@ from toolkit.config.types import FLOAT8
 from toolkit.errors import Problem, did_you_mean, first_few, install_command
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers, table
-from toolkit.parallel.float8_layers import MULTIPLE, float8_layers, gathered_in_float8
+from toolkit.parallel.float8_layers import MULTIPLE, can_gather_in_float8, float8_layers
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _CONVERTERS = "model.converters"
@@ -153,7 +153,7 @@ def float8_notes(run: PlannedRun) -> list[str]:
         )
     if options.enable_fsdp_float8_all_gather:
         shards, tp = run.mesh.dp_shard * run.mesh.cp, run.mesh.tp
-        uneven = [it for it in layers if not gathered_in_float8(layers[it][0], shards=shards, tp=tp)]
+        uneven = [it for it in layers if not can_gather_in_float8(layers[it][0], shards=shards, tp=tp)]
         if uneven:
             said.append(
                 f"{first_few(uneven, 2)} are gathered in {run.precision}, not in float8: their rows do not "

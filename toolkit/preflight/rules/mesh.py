@@ -7,7 +7,7 @@ from itertools import product
 
 from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.parallel.dims import DEGREES, ParallelDims
-from toolkit.parallel.elastic_mesh import elastic_mesh
+from toolkit.parallel.elastic_mesh import parse_mesh
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 _SHOWN = 6
@@ -66,7 +66,7 @@ def batch_divides(run: PlannedRun) -> list[Problem]:
 @rule()
 def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
     """Each is a text of names and sizes."""
-    wrong = [text for text in run.config.parallelism.elastic_meshes if elastic_mesh(text) is None]
+    wrong = [text for text in run.config.parallelism.elastic_meshes if parse_mesh(text) is None]
     if not wrong:
         return []
     fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {join_or(DEGREES)} that is not 1'

@@ -48,7 +48,7 @@ def architecture_readable(run: PlannedRun) -> list[Problem]:
 
 def name_readable() -> str:
     """Advise what to do where a config.json is of no model that can be read."""
-    return f"name the folder of {join_or(spec(family).hf_config().called for family in families())}"
+    return f"name the folder of {join_or(spec(family).hf_config().display_name for family in families())}"
 
 
 @rule()
@@ -57,7 +57,7 @@ def model_has_a_vocabulary(run: PlannedRun) -> list[Problem]:
     if run.model is None or run.model.classifier is None or run.config.finetune.classification.num_labels:
         return []
     labels = run.model.classifier.labels
-    rule = f"the model of {run.model_named} is a classifier of {len(labels)} classes"
+    rule = f"the model of {run.model_label} is a classifier of {len(labels)} classes"
     fix = f"set finetune.classification.num_labels = {len(labels)}, or name a language model"
     return [run.problem(architecture_key(run.config), rule, fix)]
 
@@ -86,7 +86,7 @@ def vocabulary_fits(run: PlannedRun) -> list[Problem]:
         run.problem(
             key,
             f"the tokenizer in {run.tokenizer_path} has {run.vocabulary} tokens, the model "
-            f"({run.model_named}) {run.model.vocab_size}",
+            f"({run.model_label}) {run.model.vocab_size}",
             f"set model.vocab_size = {run.vocabulary}, or model.hf_assets_path to this model's tokenizer",
         )
     ]
@@ -102,7 +102,7 @@ def sequence_fits_model(run: PlannedRun) -> list[Problem]:
     return [
         run.problem(
             key,
-            f"{run.model_named} is made for at most {limit} tokens",
+            f"{run.model_label} is made for at most {limit} tokens",
             f"set it to at most {limit}, or raise model.max_seq_len",
         )
         for key in keys

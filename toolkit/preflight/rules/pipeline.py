@@ -11,7 +11,14 @@ from toolkit.config.local_paths import expand_user
 from toolkit.errors import Problem, did_you_mean, divisors, first_few, join_or
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward, strategy
-from toolkit.parallel.pipeline_schedules import BASES, SCHEDULES, Schedule, bubble, is_cut, module_names
+from toolkit.parallel.pipeline_schedules import (
+    BASES,
+    SCHEDULES,
+    Schedule,
+    bubble,
+    is_valid_split,
+    module_names,
+)
 from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
@@ -39,13 +46,13 @@ def schedule_takes_stages(run: PlannedRun) -> list[Problem]:
     if run.stages is None or run.model is None:
         return []
     count, name = len(run.stages.modules), run.config.parallelism.pipeline_parallel_schedule
-    if run.schedule.takes_stages(count, run.pp):
+    if run.schedule.supports_stages(count, run.pp):
         return []
     by_hand = run.config.parallelism.module_fqns_per_model_part is not None
     said = f"names {count} stages" if by_hand else f"makes {count} stages of {run.model.n_layers} layers"
     needs = _needs(run.schedule, run.pp)
     fix = f"name {needs}" if by_hand else f"remove it for {run.schedule.stages * run.pp} stages"
-    others = [other for other, schedule in SCHEDULES.items() if schedule.takes_stages(count, run.pp)]
+    others = [other for other, schedule in SCHEDULES.items() if schedule.supports_stages(count, run.pp)]
     if others:
         fix += f", or set {_SCHEDULE} to {join_or(others)}"
     rule = f"{said}, but {name} on {run.pp} ranks takes {needs}"
@@ -66,7 +73,7 @@ def stages_hold_something(run: PlannedRun) -> list[Problem]:
     if run.stages is None or run.model is None or options.module_fqns_per_model_part is not None:
         return []
     count, n_layers = len(run.stages.modules), run.model.n_layers
-    if is_cut(run.stages.modules, n_layers) or not run.schedule.takes_stages(count, run.pp):
+    if is_valid_split(run.stages.modules, n_layers) or not run.schedule.supports_stages(count, run.pp):
         return []
     key = _DEGREE if options.pipeline_parallel_layers_per_stage is None else _PER_STAGE
     first, last = (getattr(options, name) for name in _ENDS)
@@ -132,9 +139,9 @@ def schedule_takes_micro_batches(run: PlannedRun) -> list[Problem]:
     if options.pipeline_parallel_schedule_csv or count is None or stages is None:
         return []
     total = len(stages.modules)
-    if not run.schedule.takes_stages(total, run.pp):
+    if not run.schedule.supports_stages(total, run.pp):
         return []
-    if run.schedule.takes_micro_batches(count, stages=total, pp=run.pp):
+    if run.schedule.supports_micro_batches(count, stages=total, pp=run.pp):
         return []
     rule = f"a step of a rank is {count} micro-batches ({run.rows} samples), but the schedule "
     if run.schedule.needs == "stages":
@@ -329,7 +336,7 @@ def _waiting(run: PlannedRun) -> list[str]:
     enough = next(
         n
         for n in range(count, 100 * total)
-        if share(n) <= _LARGE_BUBBLE and run.schedule.takes_micro_batches(n, stages=total, pp=run.pp)
+        if share(n) <= _LARGE_BUBBLE and run.schedule.supports_micro_batches(n, stages=total, pp=run.pp)
     )
     fix = f"set {_batch_for(run, [enough])}"
     if options.pipeline_parallel_microbatch_size > 1:

@@ -6,7 +6,7 @@ import math
 
 from toolkit.config.schema import PAIRS, is_set, replaced
 from toolkit.errors import Problem
-from toolkit.optim.lr_scheduler import cut_to_fit, is_users, wrong_rate
+from toolkit.optim.lr_scheduler import invalid_rate, is_registered, shortened_phases
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _ENDLESS = ("constant", "step")
@@ -39,10 +39,10 @@ def schedule_has_values(run: PlannedRun) -> list[Problem]:
     """A registered schedule gives a rate of at least 0 at every step. Where the length is in epochs, only the
     first step is checked here: the run counts the others."""
     options, training = run.config.lr_scheduler, run.config.training
-    if not is_users(options):
+    if not is_registered(options):
         return []
     steps = range(1, 2 if training.epochs else training.steps + 1)
-    problem = wrong_rate(run.config, steps, total_steps=training.steps)
+    problem = invalid_rate(run.config, steps, total_steps=training.steps)
     return [problem] if problem else []
 
 
@@ -93,5 +93,5 @@ def schedule_notes(run: PlannedRun) -> list[str]:
     ]
     steps = schedule.total_steps or (None if training.epochs else training.steps)
     if steps:  # those of an epoch are known once the corpus is open
-        said += cut_to_fit(schedule, steps)
+        said += shortened_phases(schedule, steps)
     return said

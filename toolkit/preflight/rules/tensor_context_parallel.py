@@ -7,7 +7,7 @@ import os
 
 from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.launcher.environment import is_number
-from toolkit.parallel.dims import takes_ring
+from toolkit.parallel.dims import uses_ring
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _TP = "parallelism.tensor_parallel_degree"
@@ -123,7 +123,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
 
 def _takes_ring(run: PlannedRun) -> bool:
     options, documents = run.config.parallelism, run.config.data.document_mask
-    return takes_ring(options, device=run.hardware.device, documents=documents)
+    return uses_ring(options, device=run.hardware.device, documents=documents)
 
 
 @note

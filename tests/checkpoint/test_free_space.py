@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.helpers import run_world
 from tests.s3_server import running
 from tests.training import MESHES, small_config, small_trainer
-from toolkit.checkpoint import room
+from toolkit.checkpoint import free_space
 from toolkit.checkpoint.manifest import read_manifest, step_folder
 from toolkit.errors import CheckpointError
 from toolkit.storage.remote_path import RemotePath
@@ -37,12 +37,14 @@ def _sizes(folder: str) -> dict[str, Any]:
         assert saver
         stages = config.parallelism.pipeline_parallel_degree
         tensors = saver.tensors(model_only=False).values()
-        counted = room.checkpoint_bytes(tensors, stages=stages, group=trainer.patient_group)
+        counted = free_space.checkpoint_bytes(tensors, stages=stages, group=trainer.file_group)
         trainer.train()
         written = read_manifest(step_folder(saver.manager.folder, 1))["tensors"]["bytes"]
         found[name] = {"counted": counted, "written": written, "told": []}
         for free in (written - 1, written):
-            room.shutil.disk_usage = lambda path, free=free: Usage(0, 0, free if dist.get_rank() == 0 else 0)
+            free_space.shutil.disk_usage = lambda path, free=free: Usage(
+                0, 0, free if dist.get_rank() == 0 else 0
+            )
             try:
                 saver.restore()
             except CheckpointError as error:
@@ -63,17 +65,17 @@ def test_a_folder_that_takes_no_file_is_told(tmp_path: Path, monkeypatch: pytest
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(CheckpointError, match="no checkpoint can be written into .*Invalid argument"):
-        room._free(tmp_path / "new")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be written to .*Invalid argument"):
+        free_space._free_bytes(tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="no checkpoint can be written into"):
-        room._free(tmp_path / "file" / "checkpoint")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be written to"):
+        free_space._free_bytes(tmp_path / "file" / "checkpoint")
 
 
 def test_object_storage_takes_a_small_object(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        assert room._free(RemotePath("s3://bucket/run/checkpoint")) == sys.maxsize
+        assert free_space._free_bytes(RemotePath("s3://bucket/run/checkpoint")) == sys.maxsize
         assert list(RemotePath("s3://bucket/run/checkpoint").iterdir()) == []

@@ -1,4 +1,4 @@
-"""The check, before a run trains, that a checkpoint of it can be written."""
+"""Check, before training, that a checkpoint of the run can be written."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError
 from toolkit.io.atomic import sync_file, sync_folder
 
-STATE = 4
-"""Times the bytes of a model: more than a checkpoint takes, which with the moments of Adam is three times."""
+_STATE_FACTOR = 4
+"""Upper bound of a checkpoint's size relative to the model; with the moments of Adam it is three times as
+large."""
 
 
-def check_room(
+def check_free_space(
     folder: Path,
     model: Iterable[Tensor],
     everything: Callable[[], Iterable[Tensor]],
@@ -30,36 +31,37 @@ def check_room(
     ranks: Ranks,
     group: dist.ProcessGroup,
 ) -> None:
-    """See that files can be written into ``folder`` and brought to its disk, and that it has room for a
-    checkpoint: the tensors of this rank's ``model``, one of ``stages``, or ``everything``, which is only
-    asked for where that is near, since it makes the optimizer's state. Every rank calls it; rank 0 looks.
+    """Check that files can be written to ``folder`` and synced, and that a checkpoint fits. Collective.
+
+    ``model`` has the tensors of this rank's part of one of ``stages``. ``everything`` returns all tensors of
+    the checkpoint; it is called only if space is scarce, because it creates the optimizer state.
 
     Raises:
-        CheckpointError: it cannot be done, or there is not; on every rank.
+        CheckpointError: on every rank: ``folder`` is not writable, or has too little free space.
     """
-    free = ranks.on_rank_0(lambda: _free(folder))
-    if free >= STATE * checkpoint_bytes(model, stages=stages, group=group):
+    free = ranks.on_rank_0(lambda: _free_bytes(folder))
+    if free >= _STATE_FACTOR * checkpoint_bytes(model, stages=stages, group=group):
         return
     size = checkpoint_bytes(everything(), stages=stages, group=group)
     if free < size:
         raise CheckpointError(
-            f"a checkpoint of this run takes {size / 1e9:.3g} GB, and {folder} has {free / 1e9:.3g} GB left\n"
-            "  fix:  make room there, or name another checkpoint.folder (an old checkpoint is deleted only "
+            f"a checkpoint of this run takes {size / 1e9:.3g} GB, {folder} has {free / 1e9:.3g} GB free\n"
+            "  fix:  free space there, or set another checkpoint.folder (an old checkpoint is deleted only "
             "when the new one is complete)"
         )
 
 
 def checkpoint_bytes(tensors: Iterable[Tensor], *, stages: int, group: dist.ProcessGroup) -> int:
-    """Bytes of ``tensors`` of all stages, each as a whole: ranks of a stage have parts of the same."""
-    own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    total = torch.tensor(float(own), dtype=torch.float64)
+    """Return the full size of ``tensors`` over all stages, of which the ranks of a stage have shards."""
+    local_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    total = torch.tensor(float(local_bytes), dtype=torch.float64)
     dist.all_reduce(total, group=group)
     return int(total) * stages // dist.get_world_size(group)
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
-    if not isinstance(folder, Path):  # object storage tells no size
+    if not isinstance(folder, Path):  # object storage reports no size
         probe.write_new(b"probe")
         probe.unlink()
         return sys.maxsize
@@ -76,6 +78,6 @@ def _free(folder: Path) -> int:
         return shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(
-            f"no checkpoint can be written into {folder}: {error}\n"
-            "  fix:  name another checkpoint.folder or job.dump_folder, or have its storage take files"
+            f"checkpoints cannot be written to {folder}: {error}\n"
+            "  fix:  set another checkpoint.folder or job.dump_folder, or make its storage writable"
         ) from None
