@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
 
                 words, world_size = at_full_size(config, argv, launch)
                 config = load_config(words)
-            preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=tell)
+            preflight.check_and_print(config, world_size=world_size, hardware=hardware, show=tell)
             if not several:
                 _prepare(config, launch, hardware)
     except ToolkitError as error:

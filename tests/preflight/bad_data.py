@@ -87,8 +87,8 @@ CASES = [
         "has columns",
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
-    bad("dataset_choices_act", "training.dataset_split=test", "'embedded' has no split to choose"),
-    bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to choose"),
+    bad("dataset_choices_act", "training.dataset_split=test", "'embedded' has no split to select"),
+    bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to select"),
     bad(
         "dataset_choices_act",
         "training.dataset_split=test training.dataset_path=a.txt",
@@ -102,7 +102,7 @@ CASES = [
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
     bad("corpus_readable", f"{BASE}.dataset=wikitext {VALIDATED}", "Hugging Face hub"),
-    bad("options_act", f"{BASE}.dataset_subset=en {VALIDATED}", "does nothing without a base corpus"),
+    bad("options_act", f"{BASE}.dataset_subset=en {VALIDATED}", "has no effect without a base corpus"),
     bad("dataset_choices_act", f"{BASE}.dataset_split=test {BASE}.dataset=embedded {VALIDATED}", "no split"),
     bad("options_act", f"{BASE}.dataset=embedded", "with validation.enable = false"),
     bad(

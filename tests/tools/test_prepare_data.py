@@ -127,8 +127,8 @@ def test_verify_reads_all_and_builds_again_what_is_damaged(
     [
         (["--trainig.dataset=c4_test"], EXIT_CONFIG, "did you mean"),
         (["--process=3"], EXIT_CONFIG, "--process"),
-        (["--data.streaming"], EXIT_CONFIG, "drawn by their lengths"),
-        (["--data.mixture.code.dataset_split=test"], EXIT_CONFIG, "no split to choose"),
+        (["--data.streaming"], EXIT_CONFIG, "needs the lengths"),
+        (["--data.mixture.code.dataset_split=test"], EXIT_CONFIG, "no split to select"),
         (["--data.mixture.code.dataset_path=none.txt"], EXIT_DATA, "no such file"),
         (["--model.hf_assets_path=none"], EXIT_DATA, "none"),
         (["--data.text_column=body"], EXIT_DATA, "it has 'text'"),

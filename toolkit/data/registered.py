@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toolkit.config.custom_import import place_of
-from toolkit.config.schema import added
+from toolkit.config.custom_import import user_location
+from toolkit.config.schema import registry
 from toolkit.data.columns import template_for
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import RowShape
@@ -21,7 +21,7 @@ Row = str | Mapping[str, Any]
 
 def registered(name: str, text_column: str, shape: RowShape | None) -> RegisteredCorpus:
     """The corpus called ``name``, which is known by its version."""
-    _, version, module = added("training.dataset")[name]
+    _, version, module = registry("training.dataset")[name]
     identity = f"registered {name} {version} {text_column}"
     return RegisteredCorpus(name, (Path(module),), text_column, identity, shape)
 
@@ -81,7 +81,7 @@ class RegisteredCorpus(Corpus):
 
     def pieces(self, size: int = 0) -> Iterator[RegisteredPiece]:
         """The documents, some at a time. Raises DataError where giving them fails, or gives none."""
-        rows, _, _ = added("training.dataset")[self.name]
+        rows, _, _ = registry("training.dataset")[self.name]
         held: list[Row] = []
         first, size = 1, 0
         documents: Iterator[Row | None] | None = None
@@ -92,7 +92,7 @@ class RegisteredCorpus(Corpus):
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # whatever a user's module does wrong, sys.exit() too
-                said = f"{place_of(error)}{type(error).__name__}: {error}"
+                said = f"{user_location(error)}{type(error).__name__}: {error}"
                 message = f"the dataset {self.name} fails at document {number}: {said}"
                 raise DataError(f"{message}\n  fix:  correct the module") from error
             if row is not None:

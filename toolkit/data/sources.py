@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import RowShape, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean
@@ -46,7 +46,7 @@ def open_corpus(
     Raises:
         SourceError: unknown name, no such path, no text files there, missing column or package.
     """
-    if path is None and name in added("training.dataset"):
+    if path is None and name in registry("training.dataset"):
         from toolkit.data.registered import registered
 
         return registered(name, text_column, shape)
@@ -79,13 +79,13 @@ def problem_of(error: DataError, path: str | None) -> Problem:
 
 def check_name(name: str) -> Problem | None:
     """Check that a corpus can be called ``name``; None if so."""
-    if name in EMBEDDED or name in added("training.dataset") or "/" in name:
+    if name in EMBEDDED or name in registry("training.dataset") or "/" in name:
         return None
     from toolkit.data import hub
 
     if name in hub.KNOWN:
         return None
-    named = [*EMBEDDED, *hub.KNOWN, *added("training.dataset")]
+    named = [*EMBEDDED, *hub.KNOWN, *registry("training.dataset")]
     names = ", ".join(named)
     there = (
         f"the names are {names}; a dataset of the Hugging Face hub is named with its owner, such as "

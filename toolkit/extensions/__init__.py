@@ -25,16 +25,16 @@ from pydantic import ValidationError, create_model
 from toolkit.config.schema import (
     NAME,
     Config,
-    added,
+    config_class,
     find_field,
     find_table,
     is_group,
-    root,
-    set_root,
+    registry,
+    set_config_class,
     table_of,
     tables,
 )
-from toolkit.config.types import ActsWith, Table
+from toolkit.config.types import OnlyWith, Table
 from toolkit.data.sources import check_name
 from toolkit.models.registry import ModelSpec, presets
 
@@ -101,7 +101,7 @@ def register_dataset(
     data.text_column read one of a file. They are tokenised once for each ``version``, any text, which changes
     with them.
     """
-    if name not in added("training.dataset") and "/" not in name and check_name(name) is None:
+    if name not in registry("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
     _check_callable(rows)
     if not isinstance(version, str):
@@ -154,9 +154,9 @@ def _register(key: str, name: str, build: Any, options: type[Table] | None = Non
         raise ValueError(f"{key} has a value {name} already")
     _check_callable(build)
     _store(key, name, build)
-    _set_root(_changed(root(), key.split("."), lambda annotation: _with_value(annotation, name)))
+    _set_root(_changed(config_class(), key.split("."), lambda annotation: _with_value(annotation, name)))
     if options:
-        mark = ActsWith(key, (name,), refused=True)
+        mark = OnlyWith(key, (name,), rejected=True)
         _add_table(f"{key.partition('.')[0]}.{name.lower()}", options, mark)
 
 
@@ -172,17 +172,17 @@ def _check_name(name: Any, allowed: re.Pattern[str], words: str) -> None:
 
 def _store(key: str, name: str, what: Any) -> None:
     _check_name(name, _VALUE, "letters, digits, _, - and .")
-    if name in added(key):
+    if name in registry(key):
         raise ValueError(f"{name} is registered twice")
-    added(key)[name] = what
+    registry(key)[name] = what
 
 
-def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
+def _add_table(name: str, table: type[Table], *marks: OnlyWith) -> None:
     _check_table(table)
     if find_table(name) or find_field(name) or is_group(name):
         raise ValueError(f"the configuration has {name} already")
     *outer, last = name.split(".")
-    holder = tables().get(".".join(outer)) if outer else root()
+    holder = tables().get(".".join(outer)) if outer else config_class()
     if holder is None or NAME in outer:
         raise ValueError(f"there is no table {'.'.join(outer)} to hold {last}")
     _check_name(last, _TABLE, "letters, digits and _, as a table needs")
@@ -191,9 +191,9 @@ def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
     annotation: Any = Annotated.__class_getitem__((table, *marks)) if marks else table  # type: ignore[attr-defined]
     new = {last: (annotation, table())}
     if not outer:
-        _set_root(_extended(root(), new))
+        _set_root(_extended(config_class(), new))
         return
-    _set_root(_changed(root(), outer, lambda holder: _extended(holder, new)))
+    _set_root(_changed(config_class(), outer, lambda holder: _extended(holder, new)))
 
 
 def _check_table(table: Any) -> None:
@@ -229,7 +229,7 @@ def _is_written(annotation: Any) -> bool:
 
 def _set_root(extended: type[Table]) -> None:
     assert issubclass(extended, Config)
-    set_root(extended)
+    set_config_class(extended)
 
 
 def _changed(table: type[Table], path: list[str], change: Callable[[Any], Any]) -> type[Table]:

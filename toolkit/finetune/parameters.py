@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from toolkit.config.finetune import Finetune
-from toolkit.config.name_patterns import fits, idle
+from toolkit.config.name_patterns import matches_any, unmatched
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
@@ -48,9 +48,9 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     def is_trained(name: str) -> bool:
         if is_added(name):
             return True
-        asked = not (options.adds or options.trainable) or fits(name, options.trainable)
+        asked = not (options.adds or options.trainable) or matches_any(name, options.trainable)
         asked = asked or (options.adds and is_classifier_head(name, args))
-        if not asked or fits(name, options.frozen):
+        if not asked or matches_any(name, options.frozen):
             return False
         block = rows[name].block
         return first <= block < last if block is not None else not (first and name == EMBEDDING)
@@ -82,14 +82,14 @@ def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
     return [
         module
         for module in linear_layers(args)
-        if module.rpartition(".")[2] in asked or fits(module, patterns)
+        if module.rpartition(".")[2] in asked or matches_any(module, patterns)
     ]
 
 
 def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
     """The first of ``patterns`` that are none of the linear layers."""
     known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
-    return idle((pattern for pattern in patterns if pattern not in known), linear_layers(args))
+    return unmatched((pattern for pattern in patterns if pattern not in known), linear_layers(args))
 
 
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
@@ -97,7 +97,7 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
     for name in (EMBEDDING, HEAD):
         theirs = table(args).to_hf(name)
         modules = [called.removesuffix(".weight") for called in (name, theirs)]
-        if any(fits(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
+        if any(matches_any(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
             return name
     return None
 

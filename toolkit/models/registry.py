@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.errors import ConfigError, Problem, did_you_mean
 from toolkit.models.common.args import ModelArgs, changed, takes_vocabulary
 from toolkit.models.common.attention_choice import flavor_attention
@@ -22,12 +22,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def families() -> tuple[str, ...]:
     """The families by name, those that job.custom_import has registered last."""
-    return (*FAMILIES, *added("model.name"))
+    return (*FAMILIES, *registry("model.name"))
 
 
 def spec(family: str) -> ModelSpec:
     """The family called so in :class:`~toolkit.models.common.args.ModelArgs`. Raises KeyError for none."""
-    if family in (registered := added("model.name")):
+    if family in (registered := registry("model.name")):
         return registered[family]
     if family not in FAMILIES:
         raise KeyError(f"there is no family of models {family}")

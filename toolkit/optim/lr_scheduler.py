@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from toolkit.config import Config
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.config.training import LRScheduler
 from toolkit.errors import Problem
 
@@ -37,7 +37,7 @@ DECAYS = {
 
 def is_users(options: LRScheduler) -> bool:
     """Say if job.custom_import has registered the schedule."""
-    return options.decay_type in added(_KEY)
+    return options.decay_type in registry(_KEY)
 
 
 def warmup_length(options: LRScheduler, total_steps: int) -> int:
@@ -76,7 +76,7 @@ def learning_rate(
         # 9 steps of 9/7 steps an epoch are 7 epochs, and 6.999999999999999 in binary.
         return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
     if is_users(options):
-        return lr * ramp * float(added(_KEY)[options.decay_type](step + 1, total_steps))
+        return lr * ramp * float(registry(_KEY)[options.decay_type](step + 1, total_steps))
     decay = total_steps - warmup
     if options.decay_ratio is not None:
         decay = min(round(total_steps * options.decay_ratio), decay)
@@ -109,7 +109,7 @@ def wrong_rate(config: Config, steps: range, *, total_steps: int) -> Problem | N
     for step in sorted({*steps[:: max(1, len(steps) // _CHECKED)], *ends}):
         where = f"at step {step} of {steps[-1]}" if len(steps) > 1 else f"at step {step}"
         try:
-            value = float(added(_KEY)[options.decay_type](step, total))
+            value = float(registry(_KEY)[options.decay_type](step, total))
             said = "" if 0 <= value < math.inf else f"the rate would be {value} of the peak"
         except Exception as error:  # whatever a user's function raises
             said = f"{type(error).__name__}: {error}"

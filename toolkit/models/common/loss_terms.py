@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.errors import ConfigError
 from toolkit.loss import IGNORED_LABEL
 
@@ -20,7 +20,7 @@ def training_losses(config: Config) -> TokenLosses | None:
     """The loss of ``config``; None for the cross-entropy alone."""
     options = config.loss
     if options.name != "cross_entropy":
-        return _checked(added("loss.name")[options.name](config), config)
+        return _checked(registry("loss.name")[options.name](config), config)
     if not options.label_smoothing and not options.z_loss:
         return None
     return lambda logits_TV, labels_T: regularized_losses(
@@ -30,10 +30,10 @@ def training_losses(config: Config) -> TokenLosses | None:
 
 def _checked(losses: TokenLosses, config: Config) -> TokenLosses:
     """``losses`` of a user's, of which one that is not a loss for each token is an error."""
-    from toolkit.config.custom_import import misused
+    from toolkit.config.custom_import import component_error
 
     def wrong(rule: str) -> ConfigError:
-        return misused(config, "loss.name", config.loss.name, losses, rule)
+        return component_error(config, "loss.name", config.loss.name, losses, rule)
 
     if not callable(losses):
         raise wrong(f"build returns {losses!r}, not a function of logits and labels")
