@@ -4,7 +4,7 @@
     python -m tools.inspect_data --job.config_file FILE --samples 8 --html samples.html
     python -m tools.inspect_data --job.config_file FILE --validation
 
-Samples come in the order of the run, and are built as the run builds them: tokenised corpora are taken from
+Samples come in the order of the run, and are built as the run builds them: tokenized corpora are taken from
 data.cache_folder, or made there. Where text streams with training.global_batch_size = -1 they are those of a
 run on one rank: more ranks have a larger batch, and another order. Each line has the position of its first
 token in the row, the text of its tokens, and their ids. What has a loss is green, or, where there is no

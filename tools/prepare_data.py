@@ -1,14 +1,14 @@
-"""Tokenise the corpora of a config ahead of time, on all cores.
+"""Tokenize the corpora of a config ahead of time, on all cores.
 
     python -m tools.prepare_data --job.config_file FILE [--table.key VALUE ...] [--processes N] [--verify]
 
 Builds the token caches of the training corpus, or of each part of its mixture, and of the validation corpus
 where validation is enabled, in data.cache_folder. Runs with the same config, on any number of nodes that see
-that folder, then start without tokenising. What is built already is left as it is; a build that was stopped
+that folder, then start without tokenizing. What is built already is left as it is; a build that was stopped
 starts again; several of these programs do not get in each other's way. data.max_inline_gb does not apply.
 
 A start, as this program, compares some blocks of a cache with their hashes. With --verify all of it is read
-and compared, and what is damaged is told and tokenised again.
+and compared, and what is damaged is told and tokenized again.
 
 It needs no GPU and no terminal, and so makes a batch job of its own:
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=count, default=0, help="processes that tokenise (default: one a core)"
+        "--processes", type=count, default=0, help="processes that tokenize (default: one a core)"
     )
     parser.add_argument(
         "--verify", action="store_true", help="read all of what is built, and build again what is damaged"

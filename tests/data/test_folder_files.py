@@ -121,4 +121,4 @@ def test_a_run_tells_what_it_takes_and_validates_on_another_split(clone: Path) -
     assert problem.key == "validation.dataset_split" and "it has train, test" in problem.fix
     alone = config(**{"training.dataset_path": f"{clone}/extra.jsonl", "training.dataset_split": "test"})
     [problem] = [p for p in check(load_config(alone), world_size=1, hardware=CPU) if "split" in p.key]
-    assert problem.key == "training.dataset_split" and "has no split to choose" in problem.rule
+    assert problem.key == "training.dataset_split" and "has no split to select" in problem.rule

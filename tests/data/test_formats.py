@@ -271,7 +271,7 @@ def test_a_template_is_sandboxed(tokenizers: dict[str, Tokenizer]) -> None:
 
 def test_a_format_whose_tokens_the_tokenizer_lacks(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(
-        DataError, match=r"(?s)needs <\|begin_of_text\|>.*which .* has not\n  fix:  name the format"
+        DataError, match=r"(?s)needs <\|begin_of_text\|>.*which .* does not have\n  fix:  use the format"
     ):
         chat_format(tokenizers["llama2"], "llama3")
 

@@ -196,9 +196,9 @@ def ends() -> Any:
 WRONG_DATASETS: dict[str, Callable[[], Any]] = {
     r"fails at document 2: .*test_registered.py:\d+: SystemExit: 0": ends,
     "fails at document 2: TypeError: it is None": lambda: ["one", None, "three"],
-    "fails at document 1: TypeError: the function gives a str": lambda: "a text",
+    "fails at document 1: TypeError: the function returns a str": lambda: "a text",
     "fails at document 1: TypeError: 'int' object is not iterable": lambda: 5,
-    "gives no document\n  fix:  correct the module": lambda: [],
+    "has no documents\n  fix:  correct the module": lambda: [],
 }
 
 
@@ -208,7 +208,7 @@ def test_a_dataset_that_gives_no_documents(
 ) -> None:
     monkeypatch.setitem(registry("training.dataset"), "mine", (rows, "1", __file__))
     with pytest.raises(DataError, match=f"the dataset mine {said}"):
-        list(open_corpus("mine", None).pieces())
+        list(open_corpus("mine", None).chunks())
 
 
 class Buffer(Decoder):

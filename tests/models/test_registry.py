@@ -158,7 +158,9 @@ def test_of_one_missing_folder_one_message(folder: Path) -> None:
     flags = ("model.hf_assets_path=models/Llama-3.1-8B", "model.tokenizer_path=None", *START[1:])
     problems = check(configure(*flags), world_size=1, hardware=CPU)
     assert [problem.key for problem in problems] == ["model.hf_assets_path"]
-    assert "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B downloads it" in problems[0].fix
+    assert (
+        "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B downloads it" in problems[0].fix
+    )
 
 
 def test_a_wrong_name_is_told_the_right_one(folder: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_wrong_name_is_told_the_right_one(folder: Path) -> None:
     flags = (*START, "model.name=llama3", "model.flavor=70B", "model.max_seq_len=4096")
     [problem] = [p for p in check(configure(*flags), world_size=1, hardware=CPU) if "dim 4096" in p.rule]
     assert "n_layers 32 (this model: 80)" in problem.rule and "vocab_size" not in problem.rule
-    assert problem.fix.startswith("leave out model.name, model.flavor (on the command line")
+    assert problem.fix.startswith("remove model.name, model.flavor (on the command line")
     assert problem.fix.endswith('its name is model.name = "llama3.1", model.flavor = "8B"')
 
 

@@ -60,7 +60,7 @@ CASES = [
     bad(
         "corpus_readable",
         f"data.columns=messages=dialog {HERE}",
-        "a.jsonl, line 1 has no column 'dialog', which format messages reads; it has 'messages'",
+        "a.jsonl, line 1 has no column 'dialog', which format messages needs; it has 'messages'",
         'set data.columns, such as {messages = "messages"}',
         key="data.format",
         prepare=_rows,
@@ -68,13 +68,13 @@ CASES = [
     bad(
         "corpus_readable",
         "validation.format=messages validation.enable=true",
-        "no column 'messages', which format messages reads; it has 'text'",
+        "no column 'messages', which format messages needs; it has 'text'",
         "set validation.dataset_path: the included c4_validation is plain text",
     ),
     bad(
         "corpus_readable",
         f"{CODE}.format=messages {CODE}.dataset_path=a.jsonl",
-        "no column 'messages', which format messages reads; it has 'text'",
+        "no column 'messages', which format messages needs; it has 'text'",
         f"or another {CODE}.format",
         prepare=_text,
     ),
@@ -87,7 +87,7 @@ CASES = [
     bad(
         "corpus_readable",
         "training.dataset_path=b.txt data.format=messages",
-        "b.txt is plain text, and format messages is read from columns",
+        "b.txt is plain text, but format messages needs columns",
         prepare=_text,
     ),
     bad(
@@ -108,7 +108,7 @@ CASES = [
         "chat_template_readable",
         f"data.chat_template=other.jinja {HERE}",
         "there is no such format or file",
-        "or the file of a jinja template",
+        "or a file with a jinja template",
         prepare=_rows,
     ),
     bad(
@@ -121,13 +121,13 @@ CASES = [
     bad(
         "chat_template_readable",
         f"data.chat_template=llama3 data.chat_template_kwargs=day=1 {HERE}",
-        "the format llama3 has no variables, and is given day",
+        "the format llama3 has no variables, but day are set",
         prepare=_rows,
     ),
     bad(
         "chat_template_readable",
         f"data.chat_template=llama3 data.mask_empty_thinking=true {HERE}",
-        "the format llama3 writes no think block",
+        "the format llama3 has no think block",
         "set data.mask_empty_thinking = false",
         prepare=_rows,
     ),

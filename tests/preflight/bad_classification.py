@@ -102,7 +102,7 @@ CASES = [
     bad(
         "corpus_readable",
         LABELS,
-        "a.jsonl, line 1: column 'label' holds 2, which is none of the 2 classes",
+        "a.jsonl, line 1: column 'label' contains 2, which is not one of the 2 classes",
         "a number from 0 to 1",
         key="training.dataset_path",
         prepare=_row(text="hello", label=2),
@@ -110,7 +110,7 @@ CASES = [
     bad(
         "corpus_readable",
         f"{LABELS} {_PREFIX}.label_names=good,bad",
-        "which is none of the 2 classes",
+        "which is not one of the 2 classes",
         "did you mean good?",
         key="training.dataset_path",
         prepare=_row(text="hello", label="goood"),

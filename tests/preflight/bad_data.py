@@ -33,7 +33,7 @@ def _large(folder: Path) -> None:
 
 CASES = [
     bad("corpus_readable", "training.dataset=wikitext", "Hugging Face hub", "Salesforce/wikitext"),
-    bad("corpus_readable", "training.dataset=a/b/c", "is named owner/name"),
+    bad("corpus_readable", "training.dataset=a/b/c", "a name of the form owner/name"),
     bad(
         "corpus_readable",
         "training.dataset=a/b",

@@ -137,7 +137,7 @@ MESH = [
         world=6,
     ),
     bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", key=SHARD, world=6),
-    bad("elastic_meshes_are_meshes", f"{MESHES}=dp_shard=2,dp=3", "'dp=3' is no mesh", "dp_shard=3 tp=2"),
+    bad("elastic_meshes_are_meshes", f"{MESHES}=dp_shard=2,dp=3", "'dp=3' is not a mesh", "dp_shard=3 tp=2"),
     bad("batch_divides", "training.global_batch_size=16", "data-parallel degree 3", "set it to 15", world=3),
     bad("batch_divides", "training.global_batch_size=2", "set it to 4", "of 1 or 2", world=4),
 ]
@@ -147,7 +147,7 @@ FILES = [
     bad("unused_dataset_names_exist", "validation.dataset=c5", "no dataset of this name"),
     bad("corpus_readable", "training.dataset_path=none.txt", "no such file"),
     bad("corpus_readable", "training.dataset_path=~no-one-here/a.txt", "no such file"),
-    bad("corpus_readable", "training.dataset_path=", "names no file"),
+    bad("corpus_readable", "training.dataset_path=", "contains no file name"),
     bad(
         "corpus_readable",
         "training.dataset_path=a.jsonl",

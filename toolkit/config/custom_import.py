@@ -42,7 +42,7 @@ def import_module(setting: Setting) -> bool:
         raise ConfigError(Problem(*_describe(error, name), KEY, name, setting.origin)) from error
     if module.__file__ is None:
         rule = f"{list(module.__path__)[0]} has no __init__.py, so nothing in it is imported"
-        fix = "add one that imports the files which register components, or name one of the files"
+        fix = "add one that imports the files which register components, or set one of the files"
         raise ConfigError(Problem(rule, fix, KEY, name, setting.origin))
     return True
 

@@ -72,14 +72,14 @@ _CLASSES = OnlyWith("finetune.classification.num_labels", above=1, rejected=True
 
 
 class Classification(Table):
-    """A sequence classification head in place of the language model head, trained on labeled text."""
+    """A sequence classification head instead of the language model head, trained on labeled text."""
 
     num_labels: Annotated[int, Interval(ge=0, le=MAX_CLASSES)] = 0
     """Number of classes, two or more; 0 trains a language model."""
     hidden_sizes: Annotated[list[Size], Len(max_length=8), _CLASSES] = []
     """Sizes of fully connected layers before the scores, each followed by SiLU. Hugging Face has none."""
     label_names: Annotated[list[str], _CLASSES] = []
-    """Class names, in order. Exported to config.json (id2label), and accepted as labels in place of numbers.
+    """Class names, in order. Exported to config.json (id2label), and accepted as labels instead of numbers.
     Empty: LABEL_0, LABEL_1 and so on."""
     label_column: Annotated[str, _CLASSES] = "label"
     """Column with the class, as a number from 0 or a name; the text is in data.text_column."""
@@ -105,7 +105,7 @@ class DPO(Table):
 
 
 class Finetune(Table):
-    """Which parameters are trained; all, by default."""
+    """Choice of the trained parameters; all, by default."""
 
     adapter: Literal["none", "lora", "prefix_tuning", "llama_adapter"] = "none"
     """Adapter to add. Only its parameters are trained; configure it in finetune.lora and so on."""

@@ -74,7 +74,7 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
 
 
 def path_problem(text: str, *, storage: bool | Literal["read"] = False) -> tuple[str, str] | None:
-    """Return why ``text`` is no valid local path (or, with ``storage``, URL of object storage), and the
+    """Return why ``text`` is not a valid local path (or, with ``storage``, URL of object storage), and the
     fix."""
     try:
         name = os.fsencode(text)

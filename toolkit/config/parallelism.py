@@ -203,7 +203,7 @@ class Compile(Table):
         return self.enable and "model" in self.components
 
 
-class Float8Linear(Table):
+class Float8(Table):
     """Float8 matmuls in the blocks' linear layers."""
 
     enable_fsdp_float8_all_gather: bool = False
@@ -224,7 +224,7 @@ class Float8Linear(Table):
 class QuantizeLinear(Table):
     """Quantization of linear layers."""
 
-    float8: Annotated[Float8Linear, OnlyWith("model.converters", FLOAT8)] = Float8Linear()
+    float8: Annotated[Float8, OnlyWith("model.converters", FLOAT8)] = Float8()
 
 
 class Quantize(Table):

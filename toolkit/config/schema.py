@@ -73,7 +73,7 @@ class Config(Table):
 
     @property
     def is_dry(self) -> bool:
-        """Whether the run is only described, not executed."""
+        """True if the run is only described, not executed."""
         return self.comm.mode == "fake_backend" or self.memory_estimation.enable
 
     def with_origins(self, settings: Mapping[str, Setting]) -> Config:
@@ -102,7 +102,7 @@ class Config(Table):
         return value
 
     def present_fields(self) -> Iterator[Field]:
-        """Yield the fields of this config: those of :func:`fields`, with the user's names in place of
+        """Yield the fields of this config: those of :func:`fields`, with the user's names instead of
         NAME."""
         for table, of_table in groupby(fields(), key=lambda field: field.table):
             if table in named_tables():
@@ -199,7 +199,7 @@ def fields_by_key() -> dict[str, Field]:
 
 
 def schema_name(key: str) -> str:
-    """Return ``key`` with NAME in place of a name that the user chose."""
+    """Return ``key`` with NAME instead of a name that the user chose."""
     for table in named_tables():
         group = table.removesuffix(NAME)
         if key.startswith(group):

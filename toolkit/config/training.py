@@ -105,7 +105,7 @@ class Model(Table):
         return {name: getattr(self, name) for name in shape if name not in others}
 
 
-class Muon(Table):
+class MuonOptions(Table):
     """Muon for the weights of the blocks' linear layers. Keys are named as in torch.optim.Muon."""
 
     momentum: Momentum = 0.95
@@ -142,7 +142,7 @@ class Optimizer(Table):
     """Name patterns of parameters without weight decay, such as *norm.weight."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """Implementation of the update; fused is the fastest."""
-    muon: Annotated[Muon, OnlyWith("optimizer.name", ("Muon",), rejected=True)] = Muon()
+    muon: Annotated[MuonOptions, OnlyWith("optimizer.name", ("Muon",), rejected=True)] = MuonOptions()
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is ready, and free the gradient.
     Incompatible with gradient clipping and accumulation."""
@@ -333,7 +333,7 @@ class Data(Table):
     document_mask: bool = True
     """Restrict attention to the same document and count positions from its start."""
     shuffle: bool = True
-    """Shuffle the samples anew in each epoch; false keeps the order of the files."""
+    """Shuffle the samples again in each epoch; false keeps the order of the files."""
     streaming: bool = False
     """Read and tokenize the training text during the run, in training.dataloader.num_workers processes per
     rank, without a token cache. Nothing is prepared or stored in advance; files are shuffled, not samples."""

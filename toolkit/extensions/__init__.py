@@ -98,7 +98,7 @@ def register_dataset(
     """Make ``name`` a value of training.dataset, validation.dataset and the datasets of a mixture.
 
     ``rows()`` gives each document in order, always the same: a text, or a row by columns, as data.format and
-    data.text_column read one of a file. They are tokenised once for each ``version``, any text, which changes
+    data.text_column read one of a file. They are tokenized once for each ``version``, any text, which changes
     with them.
     """
     if name not in registry("training.dataset") and "/" not in name and check_name(name) is None:

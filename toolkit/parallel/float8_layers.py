@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.parallelism import Float8Linear
+from toolkit.config.parallelism import Float8
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers
 
@@ -10,7 +10,7 @@ MULTIPLE = 16
 """The sizes of matrices that GPUs multiply in float8 are multiples of it."""
 
 
-def float8_layers(args: ModelArgs, options: Float8Linear) -> dict[str, tuple[int, ...]]:
+def float8_layers(args: ModelArgs, options: Float8) -> dict[str, tuple[int, ...]]:
     """Those that compute in float8: a GPU takes their sizes, no part of ``filter_fqns`` is in the name."""
     return {
         name: shape

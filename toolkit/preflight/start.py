@@ -40,7 +40,7 @@ class Start:
 
     @property
     def own(self) -> bool:
-        """Whether the checkpoint is the run's own."""
+        """True if the checkpoint is the run's own."""
         return self.loaded_by == "checkpoint.load_step"
 
     @cached_property
@@ -90,5 +90,5 @@ class Start:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run continues from step, optimizer and data position, not from the weights alone."""
+        """True if the run continues from step, optimizer and data position, not from the weights alone."""
         return self.own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)

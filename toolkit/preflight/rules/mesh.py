@@ -70,4 +70,4 @@ def elastic_meshes_are_meshes(run: PlannedRun) -> list[Problem]:
     if not wrong:
         return []
     fix = f'write "dp_shard=3 tp=2": a size from 1 on for each of {join_or(DEGREES)} that is not 1'
-    return [run.problem(_MESHES, f"{wrong[0]!r} is no mesh", fix)]
+    return [run.problem(_MESHES, f"{wrong[0]!r} is not a mesh", fix)]
