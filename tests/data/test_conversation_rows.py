@@ -294,7 +294,7 @@ def test_rows_have_the_weights_of_their_labels(tmp_path: Path, packing: bool, se
             seen += int(learnt.sum())
         assert (row["weights"][row["documents"] == PADDING] == 1).all()
     counted = statistics(cache, held)
-    assert counted.learnt == seen and "learnt, by weights" in str(counted)
+    assert counted.learnt == seen and "trained on, with weights" in str(counted)
 
 
 def test_what_changes_masks_makes_another_cache(tmp_path: Path) -> None:

@@ -194,10 +194,10 @@ def test_tools_that_have_no_place_are_refused(tokenizers: dict[str, Tokenizer]) 
     shape = Shape("messages")
     encoder = ConversationEncoder(tokenizers["llama3"], shape, ChatOptions("llama3"), "uint32")
     [row] = shape.conversations({"messages": DIALOGS["question"], "tools": [{"name": "f"}]}, "row 1")
-    with pytest.raises(DataError, match=r"row 1: it has tools, of which the chat format llama3"):
+    with pytest.raises(DataError, match=r"row 1: it has tools, which the chat format llama3 ignores"):
         encoder.encode(row, "row 1")
     for wrong in ("f", [1], {"name": "f"}):
-        with pytest.raises(DataError, match=r"row 1: column 'tools' holds .*\n  fix:  it must hold a list"):
+        with pytest.raises(DataError, match=r"row 1: column 'tools' contains .*\n  fix:  it must be a list"):
             shape.conversations({"messages": DIALOGS["question"], "tools": wrong}, "row 1")
     assert shape.conversations({"messages": DIALOGS["question"], "tools": []}, "row 1")[0].tools is None
 

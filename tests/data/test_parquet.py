@@ -147,7 +147,9 @@ def test_a_column_that_holds_no_text_is_named_with_its_type(tmp_path: Path) -> N
     assert problem is not None and "a.parquet: column 'id' holds int64" in problem.rule
     path = write(tmp_path / "b.parquet", [{"text": b"bytes"}])
     problem = check_source("x", str(path))
-    assert problem is not None and "column 'text' holds binary" in problem.rule and "strings" in problem.fix
+    assert (
+        problem is not None and "column 'text' contains binary" in problem.rule and "strings" in problem.fix
+    )
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -430,7 +430,7 @@ BAD = {
     "empty": ("messages", {"messages": [{"role": "user", "content": " "}]}, "the user's turn is empty"),
     "empty answer": ("alpaca", {"instruction": "a", "output": ""}, "the assistant's turn is empty"),
     "none": ("messages", {"messages": []}, "has no message"),
-    "no list": ("messages", {"messages": "hello"}, "column 'messages' holds a text"),
+    "no list": ("messages", {"messages": "hello"}, "column 'messages' contains a text"),
     "no objects": ("messages", {"messages": ["hello"]}, "message 1: it is a text"),
     "no text": ("messages", {"messages": [{"role": "user", "content": 3}]}, "content that is a number"),
     "image": (
@@ -488,11 +488,11 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
     with pytest.raises(DataError, match=r"has no variable 'nothing'\n  fix:  remove it; .* messages"):
         chat_format(tokenizer, UNMARKED, variables={"nothing": "a"})
     unended = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|eot_id|>")
-    with pytest.raises(DataError, match=r"<\|eot_id\|>, which ends a model's turn\n  fix:  put"):
+    with pytest.raises(DataError, match=r"<\|eot_id\|>, which ends a model's turn\n  fix:  move"):
         _mask(tokenizer, unended, next(_generated(1)))
     marked_twice = CHATML.replace("{{ message.content }}<|im_end|>{% endg", "{% endgeneration %}"
                                   "{% generation %}{{ message.content }}<|im_end|>{% endg", 1)  # fmt: skip
-    with pytest.raises(DataError, match=r"marks 2 parts for 1 turns"):
+    with pytest.raises(DataError, match=r"marks 2 ranges for 1 turns"):
         dialog = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         _encoded(
             tokenizer, "messages", {"messages": dialog}, template=marked_twice, train_on="last_assistant"

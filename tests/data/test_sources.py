@@ -116,7 +116,7 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
         ("x", f"{tmp_path}/a/b/c", "text"): ("dataset_path", "no such file", f"exists up to {tmp_path}"),
         ("x", "allenai/c4", "text"): ("dataset_path", "no such file", "set dataset = 'allenai/c4'"),
         ("x", f"{tmp_path}/*.parquet", "text"): ("dataset_path", "no file matches", "pattern"),
-        ("x", f"{tmp_path}/notes", "text"): ("dataset_path", "holds no .txt", "check"),
+        ("x", f"{tmp_path}/notes", "text"): ("dataset_path", "contains no .txt", "check"),
         ("x", f"{tmp_path}/notes/a.md", "text"): (
             "dataset_path",
             "'a.md' is not a supported text file",

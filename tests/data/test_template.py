@@ -106,7 +106,7 @@ def test_tools_without_a_template_that_writes_them(tmp_path: Path) -> None:
     for template in (UNMARKED, "{% set tools = none %}{{ tools }}" + UNMARKED, "llama3"):
         tokenizer = load_tokenizer(folder if template != "llama3" else ASSETS / "tokenizer")
         encoder = ConversationEncoder(tokenizer, shape, ChatOptions(template), "uint32")
-        with pytest.raises(DataError, match=r"here: it has tools, of which .*\n  fix:  .* tool_use"):
+        with pytest.raises(DataError, match=r"here: it has tools, which .*\n  fix:  .* tool_use"):
             encoder.encode(row, "here")
     config = {"chat_template": [{"name": "rag", "template": "a"}]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -220,7 +220,7 @@ def test_what_a_template_leaves_out_is_rejected(
     tmp_path: Path, messages: list[dict[str, Any]], template: str, said: str
 ) -> None:
     folder = ASSETS / "tokenizer" if template == "llama3" else other_tokenizer(tmp_path)
-    with pytest.raises(DataError, match=rf"^here: {said}, of which .* writes nothing\n  fix:  set data.chat"):
+    with pytest.raises(DataError, match=rf"^here: {said}, which .* ignores\n  fix:  set data.chat"):
         _learnt(folder, messages, template=template)
 
 
@@ -245,7 +245,7 @@ def test_what_matters_less_is_noted_and_a_structure_is_rendered_once(
     assert dict(encoder.remarks) == {
         f"{said} 'name'": 3,
         f"{said} 'tool_call_id'": 3,
-        f"{said} 'content' beside tool_calls": 1,
+        f"{said} 'content' next to tool_calls": 1,
     }
     whole = 1 + 2 * 2  # the dialog, and for each answer what is before it and up to its end
     keys = ("name", "tool_calls", "content", "tool_call_id")

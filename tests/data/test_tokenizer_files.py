@@ -66,7 +66,7 @@ def broken(tmp_path: Path, content: bytes, name: str = "tokenizer.model") -> Pat
         (b"IQ== 0\nIQ== 1\n", "tokenizer.model", "ranks are not 0 to 1"),
         (SENTENCEPIECE.read_bytes()[:30_000], "tokenizer.model", "not a complete SentencePiece model"),
         (JSON.read_bytes()[:30_000], "tokenizer.json", "is not JSON"),
-        (b'{"added_tokens": []}', "tokenizer.json", "no tokenizer.json"),
+        (b'{"added_tokens": []}', "tokenizer.json", "not a tokenizer.json"),
         (b'{"model": {"vocab": {}, "type": "none"}}', "tokenizer.json", "cannot be read by tokenizers"),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_missing_and_what_is_accepted_is_said(tmp_path: Path) -> None:
                 use(path)
             for part in (str(path), "tokenizer.model", "original/tokenizer.model", "tokenizer.json"):
                 assert part in str(raised.value)
-    with pytest.raises(DataError, match="it holds model.safetensors"):
+    with pytest.raises(DataError, match="it contains model.safetensors"):
         load_tokenizer(tmp_path)
 
 

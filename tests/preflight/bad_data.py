@@ -56,7 +56,7 @@ CASES = [
     bad(
         "corpus_readable",
         f"{CODE}.dataset_path=a.parquet {CODE}.text_column=id",
-        "column 'id' holds int64",
+        "column 'id' contains int64",
         prepare=_parquet,
     ),
     bad(
