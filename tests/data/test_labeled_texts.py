@@ -71,7 +71,7 @@ def test_each_text_is_in_one_row_with_its_class_at_its_end(tmp_path: Path, packi
     cut = [(text[:7], label) for (text, _), label in zip(ROWS, CLASSES, strict=True)]
     assert sorted(found) == sorted(cut)
     assert len(rows) == (4 if packing else 6)
-    assert "6 texts, by class 2, 2, 2; 1 cut" in rows.describe()
+    assert "6 texts, by class 2, 2, 2; 1 truncated" in rows.describe()
 
 
 def test_a_bad_row_is_named_by_line(tmp_path: Path) -> None:
