@@ -338,7 +338,7 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("place", "said"),
     [
         ("s3://bucket/corpus/none.jsonl", "no such file"),
-        ("s3://bucket/nothing", "holds no"),
+        ("s3://bucket/nothing", "contains no"),
         ("s3://bucket/corpus/*.parquet", "no file matches"),
         ("s3://bucket/notes/*", "'README.md' is not a supported text file\n  fix:  use a .txt, .jsonl"),
         ("s3://elsewhere/corpus", "bucket does not exist"),
