@@ -48,7 +48,7 @@ def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     assert ids[begin - 1] == added["<|assistant|>"] and ids[end - 1] == added["<|endoftext|>"]
     assert TOKENS[2] in tokenizer.decode(ids)
     assert added["<|endoftext|>"] in form.stop_ids
-    with pytest.raises(DataError, match=r"has the token <\|prompter\|> already\n  fix:  remove it"):
+    with pytest.raises(DataError, match=r"already has the token <\|prompter\|>\n  fix:  remove it"):
         extend_tokenizer(copy, tmp_path, tokens=TOKENS[1:2])
 
 

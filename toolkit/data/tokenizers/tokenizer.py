@@ -1,7 +1,7 @@
 """Tokenizers: tiktoken, SentencePiece and Hugging Face files behind one interface.
 
-:func:`toolkit.data.tokenizers.load_tokenizer.load_tokenizer` finds the files (``files.py`` describes their order
-and kinds) and returns a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
+:func:`toolkit.data.tokenizers.load_tokenizer.load_tokenizer` finds the files (``files.py`` describes their
+order and kinds) and returns a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
 
 Rules for all kinds:
 
