@@ -4,7 +4,7 @@
     python -m benchmarks.remote_cache [--gigabytes 10] [--steps 100] [--rclone rclone]
                                       [--output benchmarks/results/remote_cache.md]
 
-The shipped books are repeated into one text, which tools/prepare_data tokenises to s3:// of a server on this
+The shipped books are repeated into one text, which tools/prepare_data tokenizes to s3:// of a server on this
 machine. The run is the debug model's on two ranks, with a reading process each. Memory is the most that all
 processes of a command had at once, without mapped files (Pss_Anon); disk what is in the home folder after it.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.streaming [--megabytes 200] [--output benchmarks/results/streaming.md]
 
 The shipped books are repeated into 64 gzipped files of JSON lines, which a web server of one process hands
-out by ranges. The loader is one rank's, with its tokenising processes, and nothing is trained; the run is the
+out by ranges. The loader is one rank's, with its tokenizing processes, and nothing is trained; the run is the
 debug model's, on two ranks, from the command to the line of its first step.
 """
 
@@ -126,7 +126,7 @@ def main() -> None:
                 f"`python -m benchmarks.streaming`: {size / 1e9:.1f} GB of text in {FILES} gzipped files "
                 f"behind a web server on the same computer. {machine}",
                 "",
-                "| tokenising processes | first batch, s | tokens/s |",
+                "| tokenizing processes | first batch, s | tokens/s |",
                 "|---|---|---|",
             ]
             for workers in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""How fast a corpus is tokenised and indexed, and that memory does not grow with it.
+"""How fast a corpus is tokenized and indexed, and that memory does not grow with it.
 
     python -m benchmarks.tokenize_corpus --output benchmarks/results/tokenize_corpus.md
 
@@ -8,7 +8,7 @@ fresh process on a cold token cache; memory is the largest sum, over the process
 resident sizes, read every 20 ms. CPU seconds are of all of them. "Again" is a second start, which finds
 the cache.
 
-The second table has the text of ``--beside`` MB, as JSON lines, tokenised by this toolkit and by ``datasets``
+The second table has the text of ``--beside`` MB, as JSON lines, tokenized by this toolkit and by ``datasets``
 with ``tokenizers`` (benchmarks/tokenize_datasets.py), each TURNS times in turns, in fresh processes on cold
 caches; imports and the loading of the tokenizer are not counted. Where a tokenizer is a file of tiktoken's,
 the toolkit also takes it as the tokenizer.json that the others read. The numbers of documents and tokens must
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.sources import open_corpus
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.tokenizers.files import find
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.to_json import tokenizer_json
@@ -55,7 +55,7 @@ class NotComparable(Exception):
 def _paragraphs() -> Iterator[str]:
     """The shipped paragraphs without end, each time round in another order and with other misspellings."""
     source = open_corpus("embedded", None)
-    texts = [text for piece in source.pieces() for text in piece.texts("text")]
+    texts = [text for chunk in source.chunks() for text in chunk.texts("text")]
     paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n")]
     chance = random.Random(0)
     while True:
@@ -82,13 +82,13 @@ def write_corpus(path: Path, n_bytes: int) -> None:
 
 
 def measure(corpus: Path, tokenizer: str, cache: str) -> None:
-    """Tokenise once and print the figures as JSON (in a process of its own)."""
+    """Tokenize once and print the figures as JSON (in a process of its own)."""
     source, loaded = open_corpus("", str(corpus)), load_tokenizer(tokenizer)
     start = time.perf_counter()
-    built = tokenized(source, loaded, cache_folder=cache, progress=False)
+    built = tokenize_corpus(source, loaded, cache_folder=cache, progress=False)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    tokenized(source, loaded, cache_folder=cache, progress=False)
+    tokenize_corpus(source, loaded, cache_folder=cache, progress=False)
     again = time.perf_counter() - start
     figures = {
         "seconds": seconds,
@@ -212,14 +212,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     parser.add_argument("--megabytes", type=int, nargs="*", default=[25, 50, 100])
-    parser.add_argument("--beside", type=int, default=25, help="megabytes tokenised by datasets, too")
+    parser.add_argument("--beside", type=int, default=25, help="megabytes tokenized by datasets, too")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         corpus, tokenizer, cache = arguments.measure
         return measure(Path(corpus), tokenizer, cache)
     lines = [
-        "# Tokenising a corpus",
+        "# Tokenizing a corpus",
         "",
         "`python -m benchmarks.tokenize_corpus --output benchmarks/results/tokenize_corpus.md`; the script "
         "says what the text is and how it is measured.",

@@ -1,4 +1,4 @@
-"""Tokenising by Hugging Face's ``datasets`` and ``tokenizers``, for benchmarks/tokenize_corpus.py.
+"""Tokenizing by Hugging Face's ``datasets`` and ``tokenizers``, for benchmarks/tokenize_corpus.py.
 
 Run as a program by it: reads a corpus of JSON lines with ``load_dataset``, and has ``map`` encode batches in
 as many processes as there are cores, and keep them as Arrow files. Prints the figures as JSON.
@@ -17,7 +17,7 @@ from toolkit.hardware import cores
 
 
 def measure(corpus: Path, tokenizer: Path, cache: str) -> None:
-    """Tokenise ``corpus`` once, with the tokenizer.json in the folder ``tokenizer``.
+    """Tokenize ``corpus`` once, with the tokenizer.json in the folder ``tokenizer``.
 
     Each process has one thread. Where in the text tokens lie is not computed (``encode_batch_fast``).
     """

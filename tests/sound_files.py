@@ -38,7 +38,7 @@ def run_flags(folder: Path, *flags: object) -> list[str]:
 
 
 def build_cache(folder: Path) -> None:
-    """Tokenise the rows, or read what was made of them."""
+    """Tokenize the rows, or read what was made of them."""
     flags = [f"--training.dataset_path={folder}/rows.jsonl", f"--model.hf_assets_path={TOKENIZER}"]
     open_data(load_config(run_flags(folder, *flags)), progress=True)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
 from toolkit.config.job import Health
-from toolkit.config.schema import root
+from toolkit.config.schema import config_class
 from toolkit.data.build import open_data
 from toolkit.health.watch import health_hooks
 from toolkit.metrics.startup_timer import StartupTimer
@@ -50,7 +50,7 @@ def small_config(folder: str | Path, **tables: dict[str, Any]) -> Config:
     values = {table: {**_DEFAULTS.get(table, {}), **tables.get(table, {})} for table in {*_DEFAULTS, *tables}}
     values.setdefault("job", {})["dump_folder"] = str(folder)
     values.setdefault("data", {}).setdefault("cache_folder", str(Path(folder).parent / "cache"))
-    return root().model_validate(values)
+    return config_class().model_validate(values)
 
 
 def small_trainer(config: Config) -> Trainer:

@@ -12,7 +12,7 @@ import torch
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, read_manifest, step_folder
 from toolkit.config import Config
-from toolkit.data.build import tokenizer_place
+from toolkit.data.build import tokenizer_path
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.on_disk import EXPORTS
 
@@ -108,7 +108,7 @@ class Exporter:
         """Write the folder and return a description of its content."""
         options, saved = self._config.finetune, step_folder(self._manager.folder, step)
         arguments: dict[str, Any] = {
-            "dtype": self.dtype, "tokenizer_path": tokenizer_place(self._config), "ranks": self._manager.ranks
+            "dtype": self.dtype, "tokenizer_path": tokenizer_path(self._config), "ranks": self._manager.ranks
         }  # fmt: skip
         max_bytes = self._options.export_max_bytes
         if not options.adds:

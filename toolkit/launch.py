@@ -122,7 +122,7 @@ def _stay_away(error: ToolkitError) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the configuration that ``argv`` describes, tokenise its corpus, then run ``toolkit.train``."""
+    """Check the configuration that ``argv`` describes, tokenize its corpus, then run ``toolkit.train``."""
     try:
         with stop_at_once():
             config = load_config(argv)
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
 
                 words, world_size = at_full_size(config, argv, launch)
                 config = load_config(words)
-            preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=tell)
+            preflight.check_and_print(config, world_size=world_size, hardware=hardware, show=tell)
             if not several:
                 _prepare(config, launch, hardware)
     except ToolkitError as error:
@@ -175,12 +175,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:
-    """Tokenise the corpus, and leave in the environment what the ranks are to know."""
+    """Tokenize the corpus, and leave in the environment what the ranks are to know."""
     data = open_data(config, progress=True)
     os.environ |= {CHECKED_DEVICE: hardware.device, TOKENS: data.text()}
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
     begin = "starting" if launch.nodes == 1 else "ready for"
-    say(f"configuration checked, corpus tokenised; {begin} {ranks}")
+    say(f"configuration checked, corpus tokenized; {begin} {ranks}")
 
 
 def _show_text(config: Config, prompt: str) -> None:

@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
             from toolkit.hardware import detect
 
             hardware = detect(config.training.device)
-            preflight.check_and_tell(config, world_size=world_size, hardware=hardware, tell=rank == 0)
+            preflight.check_and_print(config, world_size=world_size, hardware=hardware, show=rank == 0)
             checked = hardware.device
     except ToolkitError as error:  # the same on every rank
         return report(error, show=is_reporting_rank(os.environ), debug=asks_for_tracebacks(argv))

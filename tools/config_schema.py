@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.help import meaning
-from toolkit.config.refused import REFUSED
+from toolkit.config.help import describe
 from toolkit.config.schema import Config, fields, tables
 from toolkit.config.types import NONE
+from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.errors import EXIT_FINISHED
 
 SCHEMA = Path(__file__).parents[1] / "train_configs" / "schema.json"
@@ -24,7 +24,7 @@ def json_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     for field in fields():
         entry = definitions[tables()[field.table].__name__]["properties"][field.name]
-        entry["description"] = meaning(field)
+        entry["description"] = describe(field)
         entry.pop("title", None)
         if field.default is None:
             entry.pop("default", None)  # DataLoader stands in two tables
@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
             elif "patternProperties" in info:  # a table of tables
                 kept = {key: info[key] for key in ("description", "type", "patternProperties")}
                 table["properties"][name] = kept | {"additionalProperties": False}
-    for key, (default, reason) in REFUSED.items():
+    for key, (default, reason) in UNSUPPORTED.items():
         *path, name = key.split(".")
         table = schema
         for part in path:

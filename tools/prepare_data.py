@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=count, default=0, help="processes that tokenise (default: one a core)"
+        "--processes", type=count, default=0, help="processes that tokenize (default: one a core)"
     )
     parser.add_argument(
         "--verify", action="store_true", help="read all of what is built, and build again what is damaged"

@@ -44,8 +44,8 @@ def texts(corpus: str | None, column: str) -> Iterator[str]:
     source = open_corpus("embedded", None) if corpus is None else open_text(corpus, column)
     for note in source.notes:
         print(f"note   {one_line(note)}", file=sys.stderr)
-    for piece in source.pieces():
-        yield from piece.texts(column)
+    for chunk in source.chunks():
+        yield from chunk.texts(column)
 
 
 def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:

@@ -375,7 +375,7 @@ def test_weights_at_a_url_are_checked_against_the_tokenizer_of_the_run(url: str,
     found["added_tokens"] = found["added_tokens"][:3]
     (path / "tokenizer.json").write_text(json.dumps(found))
     [problem] = said(str(path))
-    assert f"that of the weights in {url} has 4096" in problem and "download that one" in problem
+    assert f"that of the weights in {url} has 4096" in problem and "download that tokenizer" in problem
 
 
 def test_an_upload_that_fails_leaves_nothing_and_is_told(

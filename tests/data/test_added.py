@@ -18,7 +18,7 @@ from tests.training import small_config, small_trainer, weights_digest
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
-from toolkit.data.tokenizers.added import extended
+from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_size
 from toolkit.errors import DataError
 from toolkit.generation.load import load_model
@@ -30,9 +30,9 @@ VOCABULARY = 4096
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_json", "tokenizer_sentencepiece"])
 def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     original = load_tokenizer(ASSETS / kind)
-    copy = extended(ASSETS / kind, tmp_path, tokens=TOKENS)
-    assert extended(ASSETS / kind, tmp_path, tokens=TOKENS) == copy
-    assert extended(ASSETS / kind, tmp_path, tokens=TOKENS[:2]) != copy
+    copy = extend_tokenizer(ASSETS / kind, tmp_path, tokens=TOKENS)
+    assert extend_tokenizer(ASSETS / kind, tmp_path, tokens=TOKENS) == copy
+    assert extend_tokenizer(ASSETS / kind, tmp_path, tokens=TOKENS[:2]) != copy
     tokenizer = load_tokenizer(copy)
     added = dict(zip(TOKENS, range(VOCABULARY, VOCABULARY + 4), strict=True))
     assert tokenizer.special_tokens == original.special_tokens | added
@@ -48,8 +48,8 @@ def test_a_copy_has_them_after_all_others(tmp_path: Path, kind: str) -> None:
     assert ids[begin - 1] == added["<|assistant|>"] and ids[end - 1] == added["<|endoftext|>"]
     assert TOKENS[2] in tokenizer.decode(ids)
     assert added["<|endoftext|>"] in form.stop_ids
-    with pytest.raises(DataError, match=r"has the token <\|prompter\|> already\n  fix:  remove it"):
-        extended(copy, tmp_path, tokens=TOKENS[1:2])
+    with pytest.raises(DataError, match=r"already has the token <\|prompter\|>\n  fix:  remove it"):
+        extend_tokenizer(copy, tmp_path, tokens=TOKENS[1:2])
 
 
 def test_a_token_that_is_there_and_not_special_is_refused(tmp_path: Path) -> None:
@@ -58,13 +58,14 @@ def test_a_token_that_is_there_and_not_special_is_refused(tmp_path: Path) -> Non
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     described["added_tokens"].append({"id": VOCABULARY, "content": "<tool_call>", **flags})
     (tmp_path / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
-    with pytest.raises(DataError, match="has the token <tool_call> already"):
-        extended(tmp_path, tmp_path, tokens=["<x>", "<tool_call>"])
+    with pytest.raises(DataError, match="already has the token <tool_call>"):
+        extend_tokenizer(tmp_path, tmp_path, tokens=["<x>", "<tool_call>"])
 
 
 def test_other_tokens_make_another_cache_of_conversations(tmp_path: Path) -> None:
     orders = (TOKENS, TOKENS[::-1], [])
-    tokenizers = [load_tokenizer(extended(ASSETS / "tokenizer", tmp_path, tokens=order)) for order in orders]
+    copies = [extend_tokenizer(ASSETS / "tokenizer", tmp_path, tokens=order) for order in orders]
+    tokenizers = list(map(load_tokenizer, copies))
     encoders = [
         ConversationEncoder(tokenizer, Shape("messages"), ChatOptions(OPEN_ASSISTANT), "uint16")
         for tokenizer in tokenizers
@@ -75,7 +76,7 @@ def test_other_tokens_make_another_cache_of_conversations(tmp_path: Path) -> Non
 def test_transformers_reads_the_copy(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    copy = extended(ASSETS / "tokenizer_json", tmp_path, tokens=TOKENS)
+    copy = extend_tokenizer(ASSETS / "tokenizer_json", tmp_path, tokens=TOKENS)
     judge, tokenizer = AutoTokenizer.from_pretrained(copy), load_tokenizer(copy)
     messages = conversation(random.Random(2))
     messages = [m | {"content": m["content"].replace("<|eot_id|>", "")} for m in messages]

@@ -31,7 +31,7 @@ from toolkit.data.chat.shapes import FORMATS, Shape
 from toolkit.data.conversation_rows import ConversationRows, best_fit, statistics
 from toolkit.data.corpus import Corpus
 from toolkit.data.packing import PADDING
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import MixturePart, TokenCache, open_cache
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -44,7 +44,7 @@ def _tokenized(file: Path, shape: Shape, **options: Any) -> TokenCache:
     corpus = Corpus(file.name, (file,), "text", shape=shape)
     chat = options.pop("chat", ChatOptions())
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
-    return tokenized(
+    return tokenize_corpus(
         corpus, tokenizer, cache_folder=file.parent / "cache", progress=False, chat=chat, **options
     )
 
@@ -227,7 +227,7 @@ def test_parquet_and_processes_give_the_same_cache(tmp_path: Path, shape: str) -
     rows = [as_row(shape, dialog) for dialog in dialogs]
     plain = _tokenized(write_rows(tmp_path / "a.jsonl", rows), Shape(shape))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
-    with mock.patch.object(text_files, "PIECE_BYTES", 500):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 500):
         columns = _tokenized(tmp_path / "a.parquet", Shape(shape))
         several = _tokenized(write_rows(tmp_path / "b.jsonl", [*rows, rows[0]]), Shape(shape), processes=2)
     for other, n in ((columns, len(rows)), (several, len(rows) + 1)):
@@ -249,7 +249,7 @@ def _weighted(n: int, *, since: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("since", [0, 40])
 def test_weights_are_kept_where_there_are_some(tmp_path: Path, since: int) -> None:
-    """The same bytes of any file, however it is cut into pieces, and with weights in a last piece alone."""
+    """The same bytes of any file, however it is cut into chunks, and with weights in a last chunk alone."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -257,7 +257,7 @@ def test_weights_are_kept_where_there_are_some(tmp_path: Path, since: int) -> No
     shape = Shape("messages")
     plain = _tokenized(write_rows(tmp_path / "a.jsonl", rows), shape)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
-    with mock.patch.object(text_files, "PIECE_BYTES", 500), mock.patch.object(build_cache, "ONES", 100):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 500), mock.patch.object(build_cache, "ONES", 100):
         columns = _tokenized(tmp_path / "a.parquet", shape)
         several = _tokenized(write_rows(tmp_path / "b.jsonl", [*rows, rows[0]]), shape, processes=2)
     assert plain.weights is not None and plain.mask is not None
@@ -294,7 +294,7 @@ def test_rows_have_the_weights_of_their_labels(tmp_path: Path, packing: bool, se
             seen += int(learnt.sum())
         assert (row["weights"][row["documents"] == PADDING] == 1).all()
     counted = statistics(cache, held)
-    assert counted.learnt == seen and "learnt, by weights" in str(counted)
+    assert counted.learnt == seen and "trained on, with weights" in str(counted)
 
 
 def test_what_changes_masks_makes_another_cache(tmp_path: Path) -> None:
@@ -355,15 +355,15 @@ def test_masks_that_come_out_empty_are_counted_named_and_refused_or_dropped_trl_
     with pytest.raises(DataError) as error:
         open_data(_config(file), progress=False)
     said = str(error.value)
-    assert "[training] 3 of 5 conversations have no token to learn" in said
-    assert "2 have no turn of the assistant that is learnt and 1 are cut at 64 tokens" in said
+    assert "[training] 3 of 5 conversations have no token in the loss" in said
+    assert "2 have no assistant message in the loss and 1 are truncated to 64 tokens" in said
     assert f"{file}, line 2; {file}, line 3; {file}, line 5" in said
     assert 'fix:  set data.empty_mask = "drop"' in said and "raise training.seq_len" in said
     data = open_data(_config(file, "--data.empty_mask=drop"), progress=False)
     short = data.caches["training"]
     rows = ConversationRows(short, 64, packing=True)
     assert rows.conversations.tolist() == [0, 3]
-    assert "5 conversations, 3 dropped without a token to learn" in str(
+    assert "5 conversations, 3 dropped without a token in the loss" in str(
         statistics(data.caches["training"], rows)
     )
     # A longer row takes the long one in again, from the same cache.
@@ -398,7 +398,7 @@ def _batches(data: TokenCache | list[MixturePart], n: int, state: dict | None = 
 def test_order_and_resume_are_those_of_text_on_any_ranks(cache: TokenCache, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a line of text\n" * 500)
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
-    plain = tokenized(
+    plain = tokenize_corpus(
         Corpus("text", (tmp_path / "text.txt",), "text"), tokenizer, cache_folder=tmp_path, progress=False
     )
     for data in (cache, [MixturePart("chat", 1, cache), MixturePart("text", 1, plain)]):

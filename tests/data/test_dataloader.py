@@ -25,7 +25,7 @@ from toolkit.data.build_loader import build_loader
 from toolkit.data.corpus import Corpus
 from toolkit.data.dataloader import FIELDS, Loader, lost_worker
 from toolkit.data.mixture import BLOCK, MixtureOrder
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import MixturePart, TokenCache
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
@@ -315,7 +315,7 @@ def test_a_mixture_in_the_state_is_told_by_what_changed() -> None:
             "code.corpus was 'of code' and is 'fingerprint'\n",
         ),
     ]:
-        with pytest.raises(DataError, match=f"does not fit this run: .*{said}"):
+        with pytest.raises(DataError, match=f"does not match this run: .*{said}"):
             _loader(other).load_state_dict(state)
     with pytest.raises(DataError, match="corpus was 'fingerprint' and is 'mixture of code, web'"):
         _loader(_parts()).load_state_dict(_loader().state_dict())
@@ -324,7 +324,7 @@ def test_a_mixture_in_the_state_is_told_by_what_changed() -> None:
 def test_what_a_mixture_cannot_be() -> None:
     with pytest.raises(DataError, match=r"^data\.mixture\.web: the corpus has .* tokens"):
         _loader([*_parts()[1:], MixturePart("web", 1, _corpus(0))])
-    with pytest.raises(ValueError, match="has no end"):
+    with pytest.raises(ValueError, match="a mixture is infinite"):
         _loader(_parts(), samples=-1)
 
 
@@ -371,7 +371,7 @@ def test_padding_uses_the_pad_id() -> None:
 def test_a_worker_that_is_not_forked_gets_a_name_and_not_the_tokens(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("a" * 50_000)
-    corpus = tokenized(
+    corpus = tokenize_corpus(
         Corpus("text", (file,), "text"), ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False
     )
     for data in (corpus, [MixturePart("a", 1, corpus), MixturePart("b", 1, corpus)]):
@@ -388,6 +388,6 @@ def test_an_id_that_no_tokenizer_gave_is_refused_before_the_model_sees_it(num_wo
     batches = iter(_loader(replace(sound, n_words=int(sound.tokens.max()) + 1), num_workers=num_workers))
     assert len([next(batches) for _ in range(12)]) == 12  # an epoch
     damaged = replace(sound, n_words=int(sound.tokens.max()))
-    with pytest.raises(DataError, match=r"has the id 92, .* 92 entries\n  fix:  .*prepare_data --verify"):
+    with pytest.raises(DataError, match=r"contains the id 92, .* 92 tokens\n  fix:  .*prepare_data --verify"):
         for _ in islice(_loader(damaged, num_workers=num_workers, shuffle=False), 12):
             pass

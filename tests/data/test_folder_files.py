@@ -70,9 +70,9 @@ def test_the_split_that_is_asked_for_is_taken(clone: Path) -> None:
     assert [file.name[:11] for file in train.files] == ["train-00000", "train-00001"]
     assert [file.name for file in test.files] == ["test-00000-of-00001.parquet"]
     assert train.notes == (
-        f"{clone}: train-00000-of-00002.parquet, train-00001-of-00002.parquet (split train) is taken, and "
-        "left out: test-00000-of-00001.parquet (split test), extra.jsonl (no split), a.tar.gz, raw.csv (not "
-        "a kind of file that is read), LICENSE.txt, dataset_infos.json (no data)",
+        f"{clone}: train-00000-of-00002.parquet, train-00001-of-00002.parquet (split train) is used, and "
+        "skipped: test-00000-of-00001.parquet (split test), extra.jsonl (no split), a.tar.gz, raw.csv "
+        "(unsupported file type), LICENSE.txt, dataset_infos.json (no data)",
     )
     assert train.choices == {"split"}
     assert len(open_corpus("x", f"{clone}/*.parquet").files) == 3  # a glob names all that it matches
@@ -91,7 +91,7 @@ def test_a_folder_without_splits_is_taken_whole_whatever_is_asked_for(tmp_path: 
     source = open_corpus("x", str(tmp_path), split="validation")
     assert [file.name for file in source.files] == ["a.jsonl", "b.parquet"] and not source.choices
     assert source.notes == (
-        f"{tmp_path}: left out: C.JSONL, d.jsonl.zstd, e.pq (not a kind of file that is read), "
+        f"{tmp_path}: skipped: C.JSONL, d.jsonl.zstd, e.pq (unsupported file type), "
         "dataset_infos.json (no data)",
     )
     (tmp_path / "only").mkdir()
@@ -112,7 +112,7 @@ def test_a_run_tells_what_it_takes_and_validates_on_another_split(clone: Path) -
         return [f"--{key}={value}" for key, value in (options | more).items()]
 
     said = notes(load_config(config()), world_size=1, hardware=CPU)
-    assert [line.partition(" (split")[0] for line in said if "is taken" in line] == [
+    assert [line.partition(" (split")[0] for line in said if "is used" in line] == [
         f"training.dataset_path {clone}: train-00000-of-00002.parquet, train-00001-of-00002.parquet",
         f"validation.dataset_path {clone}: test-00000-of-00001.parquet",
     ]
@@ -121,4 +121,4 @@ def test_a_run_tells_what_it_takes_and_validates_on_another_split(clone: Path) -
     assert problem.key == "validation.dataset_split" and "it has train, test" in problem.fix
     alone = config(**{"training.dataset_path": f"{clone}/extra.jsonl", "training.dataset_split": "test"})
     [problem] = [p for p in check(load_config(alone), world_size=1, hardware=CPU) if "split" in p.key]
-    assert problem.key == "training.dataset_split" and "has no split to choose" in problem.rule
+    assert problem.key == "training.dataset_split" and "has no split to select" in problem.rule

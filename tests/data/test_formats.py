@@ -194,10 +194,10 @@ def test_tools_that_have_no_place_are_refused(tokenizers: dict[str, Tokenizer]) 
     shape = Shape("messages")
     encoder = ConversationEncoder(tokenizers["llama3"], shape, ChatOptions("llama3"), "uint32")
     [row] = shape.conversations({"messages": DIALOGS["question"], "tools": [{"name": "f"}]}, "row 1")
-    with pytest.raises(DataError, match=r"row 1: it has tools, of which the chat format llama3"):
+    with pytest.raises(DataError, match=r"row 1: it has tools, which the chat format llama3 ignores"):
         encoder.encode(row, "row 1")
     for wrong in ("f", [1], {"name": "f"}):
-        with pytest.raises(DataError, match=r"row 1: column 'tools' holds .*\n  fix:  it must hold a list"):
+        with pytest.raises(DataError, match=r"row 1: column 'tools' contains .*\n  fix:  it must be a list"):
             shape.conversations({"messages": DIALOGS["question"], "tools": wrong}, "row 1")
     assert shape.conversations({"messages": DIALOGS["question"], "tools": []}, "row 1")[0].tools is None
 
@@ -271,7 +271,7 @@ def test_a_template_is_sandboxed(tokenizers: dict[str, Tokenizer]) -> None:
 
 def test_a_format_whose_tokens_the_tokenizer_lacks(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(
-        DataError, match=r"(?s)needs <\|begin_of_text\|>.*which .* has not\n  fix:  name the format"
+        DataError, match=r"(?s)needs <\|begin_of_text\|>.*which .* does not have\n  fix:  use the format"
     ):
         chat_format(tokenizers["llama2"], "llama3")
 

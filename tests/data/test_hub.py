@@ -20,7 +20,7 @@ from tests.data.corpus_problem import check_source
 from tests.data.test_parquet import ROWS, TEMPLATE, TEXTS, build, files_of, texts_of, write
 from toolkit.data import text_files
 from toolkit.data.sources import open_corpus
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 
@@ -42,14 +42,14 @@ whole.save_to_disk("both")
 
 FETCH = """
 import json, sys
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.sources import open_corpus
 from toolkit.errors import DataError
 from tests.data.byte_tokenizer import ByteTokenizer
 for name, split in json.loads(sys.argv[1]):
     source = open_corpus(name, None, split=split)
     try:
-        cache = tokenized(source, ByteTokenizer(), cache_folder="cache", progress=True)
+        cache = tokenize_corpus(source, ByteTokenizer(), cache_folder="cache", progress=True)
     except DataError as error:
         print(json.dumps(str(error)))
     else:
@@ -87,7 +87,7 @@ def test_a_saved_dataset_gives_the_token_files_of_its_json_lines(
     place: Path, tmp_path: Path, name: str
 ) -> None:
     expected = build(write(tmp_path / "a.jsonl", ROWS), "text", tmp_path / "cache")
-    with mock.patch.object(text_files, "PIECE_BYTES", 700):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 700):
         assert files_of(build(place / name, "text", tmp_path / "cache", processes=2)) == files_of(expected)
 
 
@@ -127,7 +127,7 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(place: Path, tmp_path: Pat
     assert problem is not None and "data-00001" in problem.rule and "is missing" in problem.rule
     (folder / "state.json").write_text("{")
     problem = check_source("x", str(folder))
-    assert problem is not None and "is not a whole dataset" in problem.rule
+    assert problem is not None and "is not a complete dataset" in problem.rule
 
 
 # --- the hub ---------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ def test_a_dataset_of_the_hub_is_fetched_once(place: Path, tmp_path: Path) -> No
         "owner/pages (dev) cannot be fetched" in no_split
         and "correct dataset_subset or dataset_split" in no_split
     )
-    assert "owner/none (train) cannot be fetched" in no_dataset and "where there is a network" in no_dataset
-    # What is tokenised needs neither the files nor the hub nor the package.
+    assert "owner/none (train) cannot be fetched" in no_dataset and "with network access" in no_dataset
+    # What is tokenized needs neither the files nor the hub nor the package.
     shutil.rmtree(tmp_path / "hf")
     program = FETCH.replace("import json, sys", "import json, sys; sys.modules['datasets.load'] = None")
     again = run(tmp_path, program + "assert 'datasets' not in sys.modules", wanted[:2])
@@ -187,7 +187,7 @@ def test_what_the_hub_does_not_give_is_said(
 ) -> None:
     _pretend(monkeypatch, side_effect=error)
     with pytest.raises(DataError, match=r"owner/x de \(train\) cannot be fetched") as caught:
-        tokenized(
+        tokenize_corpus(
             open_corpus("owner/x", None, subset="de"), ByteTokenizer(), cache_folder=tmp_path, progress=False
         )
     assert said in str(caught.value) and fix in str(caught.value).partition("fix:")[2]
@@ -201,7 +201,7 @@ def test_c4_is_known_and_too_large_to_be_fetched_by_a_run(
     package = _pretend(monkeypatch, return_value=builder)
     source = open_corpus("c4", None)
     with pytest.raises(DataError, match=r"allenai/c4 en \(train\)(?s:.*)800 GB(?s:.*)tools.prepare_data"):
-        tokenized(source, ByteTokenizer(), cache_folder=tmp_path, progress=False, max_inline_gb=10)
+        tokenize_corpus(source, ByteTokenizer(), cache_folder=tmp_path, progress=False, max_inline_gb=10)
     package.load_dataset_builder.assert_called_once_with("allenai/c4", "en")
     builder.download_and_prepare.assert_not_called()
     assert package.config.HF_DATASETS_TRUST_REMOTE_CODE is False
@@ -226,7 +226,7 @@ def test_files_that_are_gone_are_fetched_again(tmp_path: Path, monkeypatch: pyte
     package = _pretend(monkeypatch, return_value=builder)
 
     def documents(tokenizer: ByteTokenizer) -> int:
-        return tokenized(
+        return tokenize_corpus(
             open_corpus("owner/x", None), tokenizer, cache_folder=tmp_path / "cache", progress=False
         ).n_documents
 

@@ -18,7 +18,7 @@ from toolkit.data import json_arrays, text_files
 from toolkit.data.chat.empty_masks import source_of
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.sources import open_corpus
-from toolkit.data.text_files import TextPiece
+from toolkit.data.text_files import TextChunk
 from toolkit.errors import DataError
 
 _VALUES = st.recursive(
@@ -30,10 +30,10 @@ _VALUES = st.recursive(
 )
 
 
-def pieces(content: str | bytes, size: int) -> list[TextPiece]:
+def chunks(content: str | bytes, size: int) -> list[TextChunk]:
     data = content.encode() if isinstance(content, str) else content
     raw = io.BufferedReader(io.BytesIO(data))  # type: ignore[arg-type]
-    return list(text_files._file_pieces(Path("a.json"), raw, size))
+    return list(text_files._file_chunks(Path("a.json"), raw, size))
 
 
 @given(
@@ -47,11 +47,11 @@ def test_rows_come_back_whatever_they_are_cut_into(
     rows: list[dict[str, Any]], indent: int | None, ascii: bool, size: int, around: str
 ) -> None:
     data = (around + json.dumps(rows, indent=indent, ensure_ascii=ascii) + around.strip("\ufeff")).encode()
-    found = pieces(data, size)
-    assert [place for piece in found for place in piece.rows()] == list(enumerate(rows))
-    for piece in found:
-        assert piece.line == data[: piece.offset].count(b"\n") + 1
-    assert sum(piece.n_file_bytes for piece in found) == len(data)
+    found = chunks(data, size)
+    assert [place for chunk in found for place in chunk.rows()] == list(enumerate(rows))
+    for chunk in found:
+        assert chunk.line == data[: chunk.offset].count(b"\n") + 1
+    assert sum(chunk.n_file_bytes for chunk in found) == len(data)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_array_gives_the_token_files_of_its_lines(tmp_path: Path, suffix: str
 
     expected = build(write(tmp_path / "lines.jsonl", ROWS), "text", tmp_path / "cache")
     array = _write(tmp_path / f"array{suffix}", json.dumps(ROWS, indent=indent))
-    with mock.patch.object(text_files, "PIECE_BYTES", 700):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 700):
         assert files_of(build(array, "text", tmp_path / "cache", processes=2)) == files_of(expected)
     problem = check_source("x", str(array), "content")
     assert problem is not None and "row 0 has no such column; it has 'id'" in problem.rule
@@ -71,14 +71,14 @@ def test_an_array_gives_the_token_files_of_its_lines(tmp_path: Path, suffix: str
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"text": "a"},\n\n {"text": 5}]', r"a.json, row 1: column 'text' holds a JSON number"),
+        ('[{"text": "a"},\n\n {"text": 5}]', r"a.json, row 1: column 'text' contains a JSON number"),
         ('[{"text": "a"},\n\n {"text" 5}]', r"row 1 \(line 3\): not valid JSON \(Expecting ':'"),
         ('[{"text": "a"},\n null]', r"row 1 \(line 2\): a JSON null\n  fix:  each row of the array"),
         ('[{"text": "a"},\n]', r"row 1 \(line 2\): not valid JSON"),
         ('[{"text": "a"} {"text": "b"}]', r"row 0 \(line 1\): not valid JSON \(Extra data"),
         ('[{"text": "a\nb"}]', r"row 0 \(line 1\): not valid JSON \(Invalid control"),
         ('[{"text": "a"}, {"text": "b', r"row 1 \(line 1\): not valid JSON \(Unterminated"),
-        ('[{"text": "a"}, {"text": "b"}\n', r"does not end: neither a comma nor a bracket follows row 1"),
+        ('[{"text": "a"}, {"text": "b"}\n', r"does not end: no comma or bracket follows row 1"),
         ('[{"text": "a"}]\n[{"text": "b"}]\n', r"something follows the array that begins it\n  fix:"),
         (b'[{"text": "a"},\n {"text": "\xff"}]', r"line 2 \(byte 27\): byte 0xff is not UTF-8"),
         ('[{"text": ' + "[" * 100_000, r"row 0 .*nested too deep"),
@@ -91,18 +91,18 @@ def test_an_array_gives_the_token_files_of_its_lines(tmp_path: Path, suffix: str
 @pytest.mark.parametrize("size", [4, 1 << 16])
 def test_a_mistake_is_reported_with_its_row(content: str | bytes, message: str, size: int) -> None:
     with pytest.raises(DataError, match=message):
-        [text for piece in pieces(content, size) for text in piece.texts("text")]
+        [text for chunk in chunks(content, size) for text in chunk.texts("text")]
 
 
 def test_an_array_without_rows_holds_no_document() -> None:
     for content in ("[]", " [ \n] \n", "\ufeff[]"):
-        assert pieces(content, 4) == []
+        assert chunks(content, 4) == []
 
 
 def test_a_row_without_an_end_is_not_read_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_arrays, "ROW_BYTES", 1000)
     with pytest.raises(DataError, match=r"row 1 has more than 1,000 bytes.*\n  fix:  .*JSON object per line"):
-        pieces('[{"text": "a"}, {"text": "' + "b" * 5000, 100)
+        chunks('[{"text": "a"}, {"text": "' + "b" * 5000, 100)
 
 
 def test_conversations_without_loss_are_named_by_row(tmp_path: Path) -> None:
@@ -110,5 +110,5 @@ def test_conversations_without_loss_are_named_by_row(tmp_path: Path) -> None:
         json.dumps([{"instruction": "Say it.", "input": "", "output": "It."}] * 3, indent=2)
     )
     source = open_corpus("x", str(tmp_path), shape=Shape("alpaca"))
-    assert [place for piece in source.pieces() for place, _ in piece.rows()] == [0, 1, 2]
+    assert [place for chunk in source.chunks() for place, _ in chunk.rows()] == [0, 1, 2]
     assert source_of((str(source.files[0]),), [0, 2]).endswith("alpaca_data.json, row 2")  # type: ignore[arg-type]

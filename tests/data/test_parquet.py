@@ -23,7 +23,7 @@ from tests.data.corpus_problem import check_source
 from toolkit.data import parquet, text_files
 from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.sources import open_corpus
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 
@@ -54,7 +54,7 @@ def write(
 
 def build(path: Path, column: str, cache: Path, processes: int = 1) -> TokenCache:
     source = open_corpus("x", str(path), column)
-    return tokenized(source, ByteTokenizer(), cache_folder=cache, progress=False, processes=processes)
+    return tokenize_corpus(source, ByteTokenizer(), cache_folder=cache, progress=False, processes=processes)
 
 
 def files_of(cache: TokenCache) -> tuple[bytes, bytes]:
@@ -63,7 +63,7 @@ def files_of(cache: TokenCache) -> tuple[bytes, bytes]:
 
 def texts_of(path: Path, column: str = "text") -> list[str]:
     source = open_corpus("x", str(path), column)
-    return [text for piece in source.pieces() for text in piece.texts(column)]
+    return [text for chunk in source.chunks() for text in chunk.texts(column)]
 
 
 @pytest.mark.parametrize("column", ["text", TEMPLATE])
@@ -73,7 +73,7 @@ def test_parquet_and_json_lines_give_the_same_token_files(tmp_path: Path, column
         write(tmp_path / "json" / f"{number}.jsonl", rows)
         write(tmp_path / "rows" / f"sub{number}" / "a.parquet", rows, row_group_size=40)
     expected = build(tmp_path / "json", column, tmp_path / "cache")
-    with mock.patch.object(text_files, "PIECE_BYTES", 700):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 700):
         found = build(tmp_path / "rows", column, tmp_path / "cache", processes=2)
     assert found.folder != expected.folder
     assert files_of(found) == files_of(expected)
@@ -137,7 +137,7 @@ def test_a_column_of_nulls_and_an_empty_file_hold_no_document(tmp_path: Path) ->
     write(tmp_path / "a.parquet", [{"id": 0, "text": None}], kind=pa.null())
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "b.parquet")
     assert texts_of(tmp_path) == []
-    with pytest.raises(DataError, match="holds no text in its 2 files"):
+    with pytest.raises(DataError, match="contains no text in its 2 files"):
         build(tmp_path, "text", tmp_path / "cache")
 
 
@@ -147,7 +147,9 @@ def test_a_column_that_holds_no_text_is_named_with_its_type(tmp_path: Path) -> N
     assert problem is not None and "a.parquet: column 'id' holds int64" in problem.rule
     path = write(tmp_path / "b.parquet", [{"text": b"bytes"}])
     problem = check_source("x", str(path))
-    assert problem is not None and "column 'text' holds binary" in problem.rule and "strings" in problem.fix
+    assert (
+        problem is not None and "column 'text' contains binary" in problem.rule and "strings" in problem.fix
+    )
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -178,16 +180,16 @@ def test_text_that_is_not_utf_8_is_found_with_its_rows(tmp_path: Path) -> None:
         texts_of(tmp_path / "a.parquet")
 
 
-def test_pieces_are_bounded_and_cover_the_file(tmp_path: Path) -> None:
-    """Short documents first and long ones last, in one row group: means alone would not bound a piece."""
+def test_chunks_are_bounded_and_cover_the_file(tmp_path: Path) -> None:
+    """Short documents first and long ones last, in one row group: means alone would not bound a chunk."""
     texts = ["x"] * 9000 + ["y" * 2000] * 900
     path = write(tmp_path / "a.parquet", [{"text": text, "other": "z" * 500} for text in texts])
-    with mock.patch.object(text_files, "PIECE_BYTES", 100_000):
-        pieces = list(open_corpus("x", str(path)).pieces())
-    assert [text for piece in pieces for text in piece.texts("text")] == texts
-    assert sum(piece.n_file_bytes for piece in pieces) == path.stat().st_size
+    with mock.patch.object(text_files, "CHUNK_BYTES", 100_000):
+        chunks = list(open_corpus("x", str(path)).chunks())
+    assert [text for chunk in chunks for text in chunk.texts("text")] == texts
+    assert sum(chunk.n_file_bytes for chunk in chunks) == path.stat().st_size
     # Text and its offsets (4 bytes and, aligned, a bit a row), and no column that is not asked for.
-    assert max(len(piece.data) for piece in pieces) < 100_000 + 2000 + 5 * parquet.BATCH_ROWS + 1000
+    assert max(len(chunk.data) for chunk in chunks) < 100_000 + 2000 + 5 * parquet.BATCH_ROWS + 1000
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -199,8 +201,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
                 writer.write_table(group)
         program = (
             "import resource, sys; from toolkit.data.sources import open_corpus\n"
-            "pieces = open_corpus('x', sys.argv[1]).pieces()\n"
-            "n = sum(len(text) for piece in pieces for text in piece.texts('text'))\n"
+            "chunks = open_corpus('x', sys.argv[1]).chunks()\n"
+            "n = sum(len(text) for chunk in chunks for text in chunk.texts('text'))\n"
             "print(n, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         words = [sys.executable, "-c", program, str(path)]
@@ -216,7 +218,7 @@ def test_conversations_are_decoded_as_few_at_a_time_as_texts_of_their_length(tmp
     """A list of messages is stored as columns of other names."""
     messages = [[{"role": "user", "content": f"{number} " * 500}] for number in range(400)]
     pq.write_table(pa.table({"messages": messages, "other": ["z" * 5000] * 400}), tmp_path / "a.parquet")
-    with mock.patch.object(text_files, "PIECE_BYTES", 100_000):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 100_000):
         decoded = [
             batch.num_rows for batch, _ in parquet._parquet_batches(tmp_path / "a.parquet", ("messages",))
         ]
@@ -239,8 +241,8 @@ def _tool_rows(call: Any, tool: Any) -> list[dict[str, Any]]:
 
 def _conversations(path: Path) -> list[Conversation]:
     shape = Shape("messages")
-    pieces = open_corpus("x", str(path), shape=shape).pieces()
-    return [shape.conversation(row, "here") for piece in pieces for _, row in piece.rows()]
+    chunks = open_corpus("x", str(path), shape=shape).chunks()
+    return [shape.conversation(row, "here") for chunk in chunks for _, row in chunk.rows()]
 
 
 def _as_rows(conversations: list[Conversation]) -> list[dict[str, Any]]:

@@ -27,9 +27,9 @@ from toolkit.data.chat.sft import ChatOptions
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.corpus import Corpus
 from toolkit.data.dataloader import Loader
-from toolkit.data.labelled_texts import LabelledTexts
+from toolkit.data.labeled_texts import LabeledTexts
 from toolkit.data.run_data import RunData, from_text
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -66,7 +66,7 @@ def _corpus(folder: Path, kind: str = "text") -> Corpus:
         return Corpus("corpus", (file,), "text")
     if kind == "labels":
         rows = [{"text": text, "label": index % 3} for index, text in enumerate(texts)]
-        shape: Any = LabelledTexts("text", "label", ("a", "b", "c"))
+        shape: Any = LabeledTexts("text", "label", ("a", "b", "c"))
         return Corpus("corpus", (write_rows(folder / "labels.jsonl", rows),), "text", shape=shape)
     turns = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in texts]
     weights: dict[str, Any] = {"weight": 0.5} if kind == "weighted" else {}
@@ -76,7 +76,9 @@ def _corpus(folder: Path, kind: str = "text") -> Corpus:
 
 def _tokenized(source: Corpus, place: str | Path, **options: Any) -> TokenCache:
     tokenizer = load_tokenizer(ASSETS / "tokenizer")
-    return tokenized(source, tokenizer, cache_folder=place, progress=False, chat=ChatOptions(), **options)
+    return tokenize_corpus(
+        source, tokenizer, cache_folder=place, progress=False, chat=ChatOptions(), **options
+    )
 
 
 def _batches(cache: TokenCache, *, workers: int = 0, packing: bool = True) -> list[dict[str, torch.Tensor]]:
@@ -144,7 +146,7 @@ def test_a_build_that_fails_leaves_no_cache(
             _tokenized(source, url)
     assert [path.name for path in expand_user(url).glob("tokens/*/*")] == ["offsets.bin", "tokens.bin"]
     source.files[0].write_text("\n")
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contains no text"):
         _tokenized(source, url)
     [folder] = expand_user(url).glob("tokens/*")  # that of before
     assert not (folder / "meta.json").exists()
@@ -199,7 +201,7 @@ def test_a_store_that_fails_meanwhile_is_asked_again_and_one_that_is_gone_named(
 def test_a_url_without_the_store_is_told_in_one_message(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is asked once, and no text is tokenised for it."""
+    """The store is asked once, and no text is tokenized for it."""
     source = _corpus(tmp_path)
     monkeypatch.setattr(build_cache, "build_cache", None)
     with pytest.raises(StorageError, match=r"the bucket does not exist\n  fix:  create it"):

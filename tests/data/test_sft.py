@@ -341,11 +341,11 @@ def test_preferences_reject_weights(llama3: Tokenizer) -> None:
     assert [it.weight for it in shape.conversations(pair | {"weight": 1.0}, "here")] == [1, 1]
     for weight in (2, 0, 0.5):
         with pytest.raises(
-            DataError, match=rf"^here: weight {weight}, and preferences have none\n  fix:  remove"
+            DataError, match=rf"^here: weight {weight}, but preferences have no weights\n  fix:  remove"
         ):
             shape.conversations(pair | {"weight": weight}, "here")
     pair["rejected"][0]["weight"] = 0.5  # type: ignore[index]
-    with pytest.raises(DataError, match=r"^here: weight 0.5, and preferences have none"):
+    with pytest.raises(DataError, match=r"^here: weight 0.5, but preferences have no weights"):
         shape.conversations(pair, "here")
     assert "weight" in shape.columns(["prompt", "chosen", "rejected", "weight", "other"], "here")
 
@@ -430,7 +430,7 @@ BAD = {
     "empty": ("messages", {"messages": [{"role": "user", "content": " "}]}, "the user's turn is empty"),
     "empty answer": ("alpaca", {"instruction": "a", "output": ""}, "the assistant's turn is empty"),
     "none": ("messages", {"messages": []}, "has no message"),
-    "no list": ("messages", {"messages": "hello"}, "column 'messages' holds a text"),
+    "no list": ("messages", {"messages": "hello"}, "column 'messages' contains a text"),
     "no objects": ("messages", {"messages": ["hello"]}, "message 1: it is a text"),
     "no text": ("messages", {"messages": [{"role": "user", "content": 3}]}, "content that is a number"),
     "image": (
@@ -443,8 +443,12 @@ BAD = {
         {"question": "a", "answer": "b"},
         "no column 'instruction'.*it has 'question', 'answer'",
     ),
-    "number": ("prompt_completion", {"prompt": 1, "completion": "b"}, "column 'prompt' holds a JSON number"),
-    "surrogate": ("alpaca", {"instruction": "a\ud800", "output": "b"}, "half a surrogate pair"),
+    "number": (
+        "prompt_completion",
+        {"prompt": 1, "completion": "b"},
+        "column 'prompt' contains a JSON number",
+    ),
+    "surrogate": ("alpaca", {"instruction": "a\ud800", "output": "b"}, "an unpaired surrogate"),
     **{
         f"weight {weight}": (
             "messages",
@@ -477,18 +481,18 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
     with pytest.raises(DataError, match=r"here: .*assistant speaks first\n  fix:  put \{% generation %\}"):
         _mask(tokenizer, UNMARKED, first)
     changing = "{{ messages | length }}" + UNMARKED
-    with pytest.raises(DataError, match=r"what is before it changes with it\n  fix:  put"):
+    with pytest.raises(DataError, match=r"the text before it depends on it\n  fix:  put"):
         _mask(tokenizer, changing, next(_generated(1)))
     with pytest.raises(DataError, match=r"here: chat template .*: no tools\n  fix:  correct it"):
         _mask(tokenizer, "{{ raise_exception('no tools') }}", first)
     with pytest.raises(DataError, match=r"has no variable 'nothing'\n  fix:  remove it; .* messages"):
         chat_format(tokenizer, UNMARKED, variables={"nothing": "a"})
     unended = CHATML.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|eot_id|>")
-    with pytest.raises(DataError, match=r"<\|eot_id\|>, by which a model ends its turn\n  fix:  put"):
+    with pytest.raises(DataError, match=r"<\|eot_id\|>, which ends a model's turn\n  fix:  move"):
         _mask(tokenizer, unended, next(_generated(1)))
     marked_twice = CHATML.replace("{{ message.content }}<|im_end|>{% endg", "{% endgeneration %}"
                                   "{% generation %}{{ message.content }}<|im_end|>{% endg", 1)  # fmt: skip
-    with pytest.raises(DataError, match=r"marks 2 parts for 1 turns"):
+    with pytest.raises(DataError, match=r"marks 2 ranges for 1 turns"):
         dialog = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         _encoded(
             tokenizer, "messages", {"messages": dialog}, template=marked_twice, train_on="last_assistant"

@@ -18,7 +18,7 @@ from tests.data.chat_data import ASSETS, write_rows
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import FORMATS, Shape
 from toolkit.data.corpus import CLASSIFICATION, PREFERENCE
-from toolkit.data.labelled_texts import LabelledTextEncoder, LabelledTexts
+from toolkit.data.labeled_texts import LabeledTextEncoder, LabeledTexts
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenize import TextEncoder
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
@@ -106,17 +106,17 @@ def _tokenizer() -> Tokenizer:
     return load_tokenizer(ASSETS / "tokenizer")
 
 
-def _shape(name: str) -> Shape | LabelledTexts | None:
+def _shape(name: str) -> Shape | LabeledTexts | None:
     if name == CLASSIFICATION:
-        return LabelledTexts("text", "label", ("bad", "good"))
+        return LabeledTexts("text", "label", ("bad", "good"))
     return None if name == "text" else Shape(name)
 
 
 @functools.cache  # a template takes longer to compile than to use
 def _encoder(name: str, folder: Path) -> Any:
     shape = _shape(name)
-    if isinstance(shape, LabelledTexts):
-        return LabelledTextEncoder(_tokenizer(), shape, "uint32")
+    if isinstance(shape, LabeledTexts):
+        return LabeledTextEncoder(_tokenizer(), shape, "uint32")
     if shape is None:
         return TextEncoder("text", _tokenizer(), "uint32")
     files = tuple(folder / file for file in FILES)
@@ -127,7 +127,7 @@ def _outcome(name: str, path: Path) -> list[Any] | str:
     """Tokens, and masks or classes, of all rows of a file, or the message of its error."""
     encode, found = _encoder(name, path.parent), []
     try:
-        for encoded in map(encode, open_corpus("x", str(path), shape=_shape(name)).pieces()):
+        for encoded in map(encode, open_corpus("x", str(path), shape=_shape(name)).chunks()):
             extra = [values for key, values in (encoded.extra or {}).items() if key != "conversations.bin"]
             found += [values.tolist() for values in (encoded.tokens, encoded.lengths, *extra)]
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Finding text, cutting it into pieces, and saying where it is wrong."""
+"""Finding text, cutting it into chunks, and saying where it is wrong."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _rows(*texts: str) -> str:
 def _documents(source: Corpus) -> list[str]:
     """The documents of a source, segments joined."""
     documents: list[str] = []
-    for piece in source.pieces():
-        for number, text in enumerate(piece.texts(source.text_column)):
-            if piece.opens or number > 0:
+    for chunk in source.chunks():
+        for number, text in enumerate(chunk.texts(source.text_column)):
+            if chunk.opens or number > 0:
                 documents.append("")
             documents[-1] += text
     return documents
@@ -110,16 +110,20 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
     _write(tmp_path / "notes" / "a.md", "text")
     cases = {
         ("c5", None, "text"): ("dataset", "no dataset of this name", "such as Salesforce/wikitext"),
-        ("a/b/c", None, "text"): ("dataset", "is named owner/name", "correct it"),
+        ("a/b/c", None, "text"): ("dataset", "a name of the form owner/name", "correct it"),
         ("c4_tset", None, "text"): ("dataset", "no dataset of this name", "did you mean c4_test?"),
         ("x", f"{tmp_path}/corpsu", "text"): ("dataset_path", "no such file", "did you mean"),
         ("x", f"{tmp_path}/a/b/c", "text"): ("dataset_path", "no such file", f"exists up to {tmp_path}"),
         ("x", "allenai/c4", "text"): ("dataset_path", "no such file", "set dataset = 'allenai/c4'"),
         ("x", f"{tmp_path}/*.parquet", "text"): ("dataset_path", "no file matches", "pattern"),
-        ("x", f"{tmp_path}/notes", "text"): ("dataset_path", "holds no .txt", "check"),
-        ("x", f"{tmp_path}/notes/a.md", "text"): ("dataset_path", "'a.md' is not a text corpus", ".jsonl"),
+        ("x", f"{tmp_path}/notes", "text"): ("dataset_path", "contains no .txt", "check"),
+        ("x", f"{tmp_path}/notes/a.md", "text"): (
+            "dataset_path",
+            "'a.md' is not a supported text file",
+            ".jsonl",
+        ),
         ("x", f"{tmp_path}/corpus", "content"): ("text_column", "it has 'id', 'text'", "text_column"),
-        ("x", " , ", "text"): ("dataset_path", "names no file", "name"),
+        ("x", " , ", "text"): ("dataset_path", "contains no file name", "name"),
     }
     start = time.perf_counter()
     for arguments, (key, rule, fix) in cases.items():
@@ -143,37 +147,37 @@ def test_lines_of_json_are_documents(tmp_path: Path, suffix: str) -> None:
     texts = ["one", "zwei\nLinien \u2028 und \x85 keine", "", "三😀\r\n", " "]
     content = "\ufeff" + _rows(*texts).replace("\n", "\r\n") + "\n  \n" + _rows("last").rstrip("\n")
     source = open_corpus("x", str(_write(tmp_path / f"a{suffix}", content)))
-    with mock.patch.object(text_files, "PIECE_BYTES", 30):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 30):
         assert _documents(source) == [text for text in texts if text] + ["last"]
-        assert len(list(source.pieces())) > 2
+        assert len(list(source.chunks())) > 2
 
 
 @given(text=st.text(alphabet="ab \n\té😀", max_size=300), size=st.integers(4, 60), compressed=st.booleans())
 def test_a_text_file_is_one_document_whatever_it_is_cut_into(text: str, size: int, compressed: bool) -> None:
     data = text.encode()
     raw = io.BufferedReader(io.BytesIO(gzip.compress(data) if compressed else data))  # type: ignore[arg-type]
-    pieces = list(text_files._file_pieces(Path("a.txt.gz" if compressed else "a.txt"), raw, size))
-    assert b"".join(piece.data for piece in pieces) == data
-    assert [piece.opens for piece in pieces] == [number == 0 for number in range(len(pieces))]
-    assert [piece.closes for piece in pieces] == [number == len(pieces) - 1 for number in range(len(pieces))]
-    for piece in pieces:
-        assert piece.data.decode()  # cut between characters
-        assert data[: piece.offset].count(b"\n") + 1 == piece.line
-        assert len(piece.data) <= 2 * size
-    assert sum(piece.n_file_bytes for piece in pieces) == (raw.tell() if pieces else 0)
+    chunks = list(text_files._file_chunks(Path("a.txt.gz" if compressed else "a.txt"), raw, size))
+    assert b"".join(chunk.data for chunk in chunks) == data
+    assert [chunk.opens for chunk in chunks] == [number == 0 for number in range(len(chunks))]
+    assert [chunk.closes for chunk in chunks] == [number == len(chunks) - 1 for number in range(len(chunks))]
+    for chunk in chunks:
+        assert chunk.data.decode()  # cut between characters
+        assert data[: chunk.offset].count(b"\n") + 1 == chunk.line
+        assert len(chunk.data) <= 2 * size
+    assert sum(chunk.n_file_bytes for chunk in chunks) == (raw.tell() if chunks else 0)
 
 
 def test_a_text_file_is_cut_where_a_line_begins_with_a_letter(tmp_path: Path) -> None:
     text = "title\n\n  indented\nplain\n\n\nplain\n"
     source = open_corpus("x", str(_write(tmp_path / "a.txt", text)))
-    with mock.patch.object(text_files, "PIECE_BYTES", 12):
-        assert [p.data.decode() for p in source.pieces()] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
+    with mock.patch.object(text_files, "CHUNK_BYTES", 12):
+        assert [p.data.decode() for p in source.chunks()] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
 
 
 def test_text_without_line_ends_is_cut_before_a_space(tmp_path: Path) -> None:
     source = open_corpus("x", str(_write(tmp_path / "a.txt", "some words in a long line")))
-    with mock.patch.object(text_files, "PIECE_BYTES", 6):
-        assert [piece.data.decode() for piece in source.pieces()] == ["some words", " in a long", " line"]
+    with mock.patch.object(text_files, "CHUNK_BYTES", 6):
+        assert [chunk.data.decode() for chunk in source.chunks()] == ["some words", " in a long", " line"]
 
 
 def test_empty_files_hold_no_document(tmp_path: Path) -> None:
@@ -202,14 +206,14 @@ GOOD = _rows("good") * 40
         ("a.jsonl", GOOD.encode() + b'{"text": "\xc3("}\n', r"a.jsonl, line 41 .*byte 0xc3 is not UTF-8"),
         ("a.jsonl", GOOD + '{"text": "open}\n', r"line 41: not valid JSON \(Unterminated string"),
         ("a.jsonl", GOOD + '["text"]\n', r"line 41: a JSON array"),
-        ("a.jsonl", GOOD + '{"text": 1.5}\n', r"line 41: column 'text' holds a JSON number"),
-        ("a.jsonl", GOOD + '{"text": {"a": 1}}\n', r"line 41: column 'text' holds a JSON object"),
+        ("a.jsonl", GOOD + '{"text": 1.5}\n', r"line 41: column 'text' contains a JSON number"),
+        ("a.jsonl", GOOD + '{"text": {"a": 1}}\n', r"line 41: column 'text' contains a JSON object"),
         (
             "a.jsonl",
             GOOD + '{"Text": "x", "id": 1}\n',
             r"(?s)line 41 has no such column; it has 'Text', 'id'",
         ),
-        ("a.jsonl", GOOD + '{"text": "\\ud83d"}\n', r"line 41: .*half a surrogate pair, \\ud83d"),
+        ("a.jsonl", GOOD + '{"text": "\\ud83d"}\n', r"line 41: .*an unpaired surrogate, \\ud83d"),
         ("a.jsonl", GOOD + "[" * 100_000 + "\n", r"line 41: not valid JSON"),
     ],
 )
@@ -217,17 +221,17 @@ def test_a_mistake_in_the_text_is_reported_with_file_and_line(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     source = open_corpus("x", str(_write(tmp_path / name, content)))
-    with mock.patch.object(text_files, "PIECE_BYTES", 100), pytest.raises(DataError, match=message):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 100), pytest.raises(DataError, match=message):
         _documents(source)
 
 
 @pytest.mark.parametrize("packed", PACKED[1:])
 def test_a_text_file_may_be_compressed(tmp_path: Path, packed: str) -> None:
     path = _write(tmp_path / f"a.txt{packed}", "title\n\n  indented\nplain\n\n\nplain\n")
-    with mock.patch.object(text_files, "PIECE_BYTES", 12):
-        pieces = list(open_corpus("x", str(path)).pieces())
-    assert [p.data.decode() for p in pieces] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
-    assert sum(piece.n_file_bytes for piece in pieces) == path.stat().st_size
+    with mock.patch.object(text_files, "CHUNK_BYTES", 12):
+        chunks = list(open_corpus("x", str(path)).chunks())
+    assert [p.data.decode() for p in chunks] == ["title\n\n  indented\n", "plain\n\n\nplain\n"]
+    assert sum(chunk.n_file_bytes for chunk in chunks) == path.stat().st_size
 
 
 @pytest.mark.parametrize("packed", PACKED[1:])

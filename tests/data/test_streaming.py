@@ -63,8 +63,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "PIECE_BYTES", 1000)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 1000)
 
 
 def loader(
@@ -123,8 +123,8 @@ class _Dashless(ByteTokenizer):
 
 
 def test_a_document_without_tokens_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer without BOS and EOS may have nothing for a text; here some end a piece, or begin one."""
-    monkeypatch.setattr(streaming, "PIECE_BYTES", 100)
+    """A tokenizer without BOS and EOS may have nothing for a text; here some end a chunk, or begin one."""
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 100)
     texts = random.Random(2).choices(["-", "a", "bird", "flew over"], k=99)
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -163,7 +163,7 @@ def test_a_worker_that_dies_is_told(corpus: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(streaming, "Helper", lambda: started.append(Helper()) or started[-1])
     streamed = loader(corpus, training__dataloader__num_workers=1)
     started[0].process.kill()
-    with pytest.raises(DataError, match="a tokenising process was killed by signal 9"):
+    with pytest.raises(DataError, match="a tokenizing process was killed by signal 9"):
         rows(streamed, 30)
 
 
@@ -221,7 +221,7 @@ def test_other_files_seed_or_length_are_refused(corpus: Path, tmp_path: Path) ->
 
 def test_files_without_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="hold no text"):
+    with pytest.raises(DataError, match="contain no text"):
         rows(loader(tmp_path), 1)
 
 
@@ -338,11 +338,11 @@ def test_a_web_address_streams(corpus: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("place", "said"),
     [
         ("s3://bucket/corpus/none.jsonl", "no such file"),
-        ("s3://bucket/nothing", "holds no"),
+        ("s3://bucket/nothing", "contains no"),
         ("s3://bucket/corpus/*.parquet", "no file matches"),
-        ("s3://bucket/notes/*", "'README.md' is not a text corpus\n  fix:  name a .txt, .jsonl"),
+        ("s3://bucket/notes/*", "'README.md' is not a supported text file\n  fix:  use a .txt, .jsonl"),
         ("s3://elsewhere/corpus", "bucket does not exist"),
-        ("s3://bucket/corpus,books.txt", "a path beside URLs"),
+        ("s3://bucket/corpus,books.txt", "a path among URLs"),
     ],
 )
 def test_what_is_not_there_is_told(store: Server, place: str, said: str) -> None:

@@ -15,7 +15,7 @@ from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.chat.template import ChatTemplate
-from toolkit.data.tokenizers.added import extended
+from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.files import TOOL_USE
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import EXIT_FINISHED, DataError
@@ -79,7 +79,7 @@ def test_rows_with_tools_take_the_template_tool_use_as_in_transformers(tmp_path:
     (handed_on / TOOL_USE).parent.mkdir(parents=True)
     for name, content in tokenizer_companions(folder).files.items():
         (handed_on / name).write_bytes(content)
-    more = extended(folder, tmp_path / "cache", tokens=["<|new|>"])
+    more = extend_tokenizer(folder, tmp_path / "cache", tokens=["<|new|>"])
     for path in (folder, handed_on, more):
         tokenizer, judge = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
         encoder = ConversationEncoder(tokenizer, Shape("messages"), ChatOptions(), "uint32")
@@ -93,7 +93,9 @@ def test_rows_with_tools_take_the_template_tool_use_as_in_transformers(tmp_path:
                 ASKED[:1], tools=tools, add_generation_prompt=True, return_dict=False
             )
             assert form.encode(ASKED[:1], tools=tools) == expected
-    asked = extended(folder, tmp_path / "cache", template=CHATML)  # for all dialogs, with tools or without
+    asked = extend_tokenizer(
+        folder, tmp_path / "cache", template=CHATML
+    )  # for all dialogs, with tools or without
     assert not (asked / TOOL_USE).exists()
 
 
@@ -104,11 +106,11 @@ def test_tools_without_a_template_that_writes_them(tmp_path: Path) -> None:
     for template in (UNMARKED, "{% set tools = none %}{{ tools }}" + UNMARKED, "llama3"):
         tokenizer = load_tokenizer(folder if template != "llama3" else ASSETS / "tokenizer")
         encoder = ConversationEncoder(tokenizer, shape, ChatOptions(template), "uint32")
-        with pytest.raises(DataError, match=r"here: it has tools, of which .*\n  fix:  .* tool_use"):
+        with pytest.raises(DataError, match=r"here: it has tools, which .*\n  fix:  .* tool_use"):
             encoder.encode(row, "here")
     config = {"chat_template": [{"name": "rag", "template": "a"}]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="named rag and none named default\n  fix:  write the one"):
+    with pytest.raises(DataError, match="named rag but none named default\n  fix:  write the one"):
         chat_format(load_tokenizer(folder))
 
 
@@ -125,7 +127,7 @@ def test_what_the_generation_prompt_writes_is_not_learnt(tmp_path: Path) -> None
         assert _learnt(folder, reasoned, **options) == f"<think>\nsince\n</think>\n\nyes{end}"
     with pytest.raises(DataError, match="has no variable 'enable_thinking'"):
         _learnt(folder, ASKED, template=UNMARKED, mask_empty_thinking=True)
-    with pytest.raises(DataError, match="opens every answer alike"):
+    with pytest.raises(DataError, match="starts every answer in the same way"):
         _learnt(folder, ASKED, template="{{ enable_thinking }}" + UNMARKED, mask_empty_thinking=True)
 
 
@@ -176,8 +178,8 @@ def test_a_template_that_ends_no_turn_is_noted_once(
         assert prepare_data.main(words) == EXIT_FINISHED
         said = capsys.readouterr().err
         assert said.count("in 3 of 3 conversations no answer ends with a special token") == 1
-        assert "put {{ eos_token }} behind each answer" in said
-        assert "in 1 of 3 conversations the chat format writes nothing of 'name'" in said
+        assert "put {{ eos_token }} after each answer" in said
+        assert "in 1 of 3 conversations the chat format ignores 'name'" in said
     ended = template.replace("\n{% endfor", "{{ eos_token }}\n{% endfor")
     marked = "{% generation %}{{ m.content }}{{ eos_token }}\n{% endgeneration %}{% endfor"
     for text in (ended, ended.replace("{{ m.content }}{{ eos_token }}\n{% endfor", marked)):
@@ -218,7 +220,7 @@ def test_what_a_template_leaves_out_is_rejected(
     tmp_path: Path, messages: list[dict[str, Any]], template: str, said: str
 ) -> None:
     folder = ASSETS / "tokenizer" if template == "llama3" else other_tokenizer(tmp_path)
-    with pytest.raises(DataError, match=rf"^here: {said}, of which .* writes nothing\n  fix:  set data.chat"):
+    with pytest.raises(DataError, match=rf"^here: {said}, which .* ignores\n  fix:  set data.chat"):
         _learnt(folder, messages, template=template)
 
 
@@ -239,11 +241,11 @@ def test_what_matters_less_is_noted_and_a_structure_is_rendered_once(
         before = len(rendered)
         encoder.encode(encoder.shape.conversation({"messages": messages}, "here"), "here")
         n.append(len(rendered) - before)
-    said = "the chat format writes nothing of"
+    said = "the chat format ignores"
     assert dict(encoder.remarks) == {
         f"{said} 'name'": 3,
         f"{said} 'tool_call_id'": 3,
-        f"{said} 'content' beside tool_calls": 1,
+        f"{said} 'content' next to tool_calls": 1,
     }
     whole = 1 + 2 * 2  # the dialog, and for each answer what is before it and up to its end
     keys = ("name", "tool_calls", "content", "tool_call_id")

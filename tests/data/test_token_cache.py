@@ -24,7 +24,7 @@ from toolkit.data import content_hash, sources, text_files, token_files
 from toolkit.data import token_cache as cache_module
 from toolkit.data.build import run_tokenizer
 from toolkit.data.corpus import Corpus
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import TokenCache, open_cache
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
@@ -36,14 +36,14 @@ TEXTS = [f"document {number}: " + "ab\n" * (number % 7) for number in range(60)]
 
 @pytest.fixture
 def source(tmp_path: Path) -> Corpus:
-    """One JSON file and a text file of a few pieces, if pieces are small."""
+    """One JSON file and a text file of a few chunks, if chunks are small."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "b.txt").write_text("line\n" * 500)
     return Corpus("corpus", (tmp_path / "a.jsonl", tmp_path / "b.txt"), "text")
 
 
 def _build(source: Corpus, tokenizer: ByteTokenizer, folder: Path, **options: int) -> TokenCache:
-    return tokenized(source, tokenizer, cache_folder=folder, progress=False, **options)
+    return tokenize_corpus(source, tokenizer, cache_folder=folder, progress=False, **options)
 
 
 def _documents(cache: TokenCache) -> list[list[int]]:
@@ -63,7 +63,7 @@ def _same(first: TokenCache, second: TokenCache) -> bool:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_documents_are_framed_and_in_order(tmp_path: Path, source: Corpus, processes: int) -> None:
-    with mock.patch.object(text_files, "PIECE_BYTES", 200):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 200):
         cache = _build(source, ByteTokenizer(), tmp_path / "cache", processes=processes)
     assert _documents(cache) == _expected([*TEXTS, "line\n" * 500])
     assert (cache.n_documents, cache.n_tokens) == (61, len(cache.tokens))
@@ -96,7 +96,7 @@ def test_ids_take_two_bytes_where_they_fit(tmp_path: Path, source: Corpus, n_wor
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match="holds no text in its file\n  fix:"):
+    with pytest.raises(DataError, match="contains no text in its file\n  fix:"):
         _build(Corpus("nothing", (tmp_path / "a.txt",), "text"), ByteTokenizer(), tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").glob("*.building"))
 
@@ -106,19 +106,19 @@ def test_a_mistake_in_the_text_is_the_first_one(tmp_path: Path, source: Corpus, 
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write('{"text": 1}\n' + json.dumps({"text": "fine"}) * 9 + "\n{}\n")
     with (
-        mock.patch.object(text_files, "PIECE_BYTES", 60),
-        pytest.raises(DataError, match=r"a.jsonl, line 61: column 'text' holds a JSON number"),
+        mock.patch.object(text_files, "CHUNK_BYTES", 60),
+        pytest.raises(DataError, match=r"a.jsonl, line 61: column 'text' contains a JSON number"),
     ):
         _build(source, ByteTokenizer(), tmp_path / "cache", processes=processes)
 
 
-def test_a_text_file_in_pieces_has_the_ids_of_the_whole(tmp_path: Path) -> None:
+def test_a_text_file_in_chunks_has_the_ids_of_the_whole(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ROOT / "tests" / "assets" / "tokenizer")
-    text = next(sources.open_corpus("embedded", None).pieces()).texts("text")[0]
+    text = next(sources.open_corpus("embedded", None).chunks()).texts("text")[0]
     (tmp_path / "a.txt").write_text(text + "\n\n  Verse\n   and verse\n\n\nProse.\n" * 100)
     source = Corpus("text", (tmp_path / "a.txt",), "text")
-    with mock.patch.object(text_files, "PIECE_BYTES", 500):
-        assert len(list(source.pieces())) > 10
+    with mock.patch.object(text_files, "CHUNK_BYTES", 500):
+        assert len(list(source.chunks())) > 10
         cache = _build(source, tokenizer, tmp_path / "cache")
     assert cache.tokens.tolist() == tokenizer.encode((tmp_path / "a.txt").read_text(), bos=True, eos=True)
     assert cache.n_documents == 1
@@ -182,7 +182,7 @@ def test_a_file_written_just_now_is_hashed_again(tmp_path: Path, source: Corpus)
 
 def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: Path, source: Corpus) -> None:
     def opened(limit: float) -> TokenCache:
-        return tokenized(
+        return tokenize_corpus(
             source, ByteTokenizer(), cache_folder=tmp_path / "cache", progress=False, max_inline_gb=limit
         )
 
@@ -200,7 +200,7 @@ def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: 
         assert opened(0).n_documents == 61
         with open(source.files[1], "a") as file:
             file.write("more")
-        with pytest.raises(DataError, match="GB of text that is not tokenised yet"):
+        with pytest.raises(DataError, match="GB of text that is not tokenized yet"):
             opened(limit)
 
 
@@ -257,8 +257,8 @@ def test_a_damaged_cache_is_built_again(
         os.truncate(file, file.stat().st_size - 8)
         with pytest.raises((DataError, ValueError)):
             open_cache(good.folder)
-    again = tokenized(source, ByteTokenizer(), cache_folder=tmp_path / "cache")
-    assert "tokenising again" in capfd.readouterr().err
+    again = tokenize_corpus(source, ByteTokenizer(), cache_folder=tmp_path / "cache")
+    assert "tokenizing again" in capfd.readouterr().err
     assert np.array_equal(again.tokens, tokens) and np.array_equal(again.offsets, offsets)
 
 
@@ -297,8 +297,8 @@ def test_a_cache_of_before_hashes_is_built_again(
     good = _build(source, ByteTokenizer(), tmp_path / "cache")
     meta = json.loads((good.folder / "meta.json").read_text())
     (good.folder / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "blocks"}))
-    again = tokenized(source, ByteTokenizer(), cache_folder=tmp_path / "cache")
-    assert "was built before caches had hashes" in capfd.readouterr().err
+    again = tokenize_corpus(source, ByteTokenizer(), cache_folder=tmp_path / "cache")
+    assert "was built by an older version" in capfd.readouterr().err
     assert json.loads((again.folder / "meta.json").read_text()) == meta
 
 
@@ -336,12 +336,12 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from toolkit.data import corpus, text_files
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from tests.data.byte_tokenizer import ByteTokenizer
 files, tokenizer, folder, processes = json.loads(sys.argv[1])
-text_files.PIECE_BYTES = 200
+text_files.CHUNK_BYTES = 200
 source = corpus.Corpus("corpus", tuple(map(Path, files)), "text")
-cache = tokenized(source, ByteTokenizer(**tokenizer), cache_folder=folder, processes=processes)
+cache = tokenize_corpus(source, ByteTokenizer(**tokenizer), cache_folder=folder, processes=processes)
 assert "torch" not in sys.modules
 print(cache.fingerprint, cache.n_tokens)
 """
@@ -375,13 +375,13 @@ def test_many_processes_on_a_cold_cache_build_it_once(tmp_path: Path, source: Co
     finally:
         for job in jobs:
             job.kill()
-    assert sum(line.startswith("tokenising corpus") for line in first_lines) == 1
+    assert sum(line.startswith("tokenizing corpus") for line in first_lines) == 1
     assert sum(line.startswith("waiting for ") for line in first_lines) == 9, first_lines
     assert [job.returncode for job in jobs] == [0] * 10
     assert len(set(outputs)) == 1
-    with mock.patch.object(text_files, "PIECE_BYTES", 200):
+    with mock.patch.object(text_files, "CHUNK_BYTES", 200):
         assert log.stat().st_size == sum(
-            len(piece.texts("text")) for piece in source.pieces()
+            len(chunk.texts("text")) for chunk in source.chunks()
         )  # every text was encoded once
 
 
@@ -433,7 +433,7 @@ def test_a_helper_that_dies_ends_the_build_with_a_message(tmp_path: Path, source
     assert not list((tmp_path / "cache" / "tokens").glob("*.building"))
 
 
-def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
+def test_text_that_changes_before_it_is_tokenized_is_not_kept_under_the_old_key(
     tmp_path: Path, source: Corpus
 ) -> None:
     calls = []
@@ -447,7 +447,7 @@ def test_text_that_changes_before_it_is_tokenised_is_not_kept_under_the_old_key(
 
     with (
         mock.patch.object(cache_module, "content_hashes", side_effect=hashes),
-        pytest.raises(DataError, match="changed while it was tokenised"),
+        pytest.raises(DataError, match="changed while it was tokenized"),
     ):
         _build(source, ByteTokenizer(), tmp_path / "cache")
     source.files[1].write_text("line\n" * 500)
@@ -469,7 +469,7 @@ def test_a_change_that_no_stamp_shows_is_seen_by_reading_again(tmp_path: Path, s
         mock.patch.object(cache_module, "stamps", return_value=stamps),
         mock.patch.object(content_hash, "stamps", return_value=stamps),
         mock.patch.object(content_hash, "SETTLED_SECONDS", 1e9),
-        pytest.raises(DataError, match="changed while it was tokenised"),
+        pytest.raises(DataError, match="changed while it was tokenized"),
     ):
         _build(source, Meddler(), tmp_path / "cache")
 
@@ -481,6 +481,6 @@ def test_a_corpus_that_changes_meanwhile_is_refused(tmp_path: Path, source: Corp
                 file.write("more")
             return super().encode(text)
 
-    with pytest.raises(DataError, match="changed while it was tokenised"):
+    with pytest.raises(DataError, match="changed while it was tokenized"):
         _build(source, Meddler(), tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]

@@ -1,4 +1,4 @@
-"""Tokenising reports on itself while it runs."""
+"""Tokenizing reports on itself while it runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_lines_with_an_estimate_where_there_is_no_terminal(
             bar.advance(2_000_000, second * 500_000)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "tokenising corpus (100.0 MB) by 2 processes",
-        "tokenising: 4 of 100 MB, 1,000,000 tokens, about 48 s left",
-        "tokenising: 34 of 100 MB, 8,500,000 tokens, about 33 s left",
-        "tokenising: 64 of 100 MB, 16,000,000 tokens, about 18 s left",
-        "tokenised 20,000,000 tokens in 40.0 s (500,000 tokens/s)",
+        "tokenizing corpus (100.0 MB) with 2 processes",
+        "tokenizing: 4 of 100 MB, 1,000,000 tokens, about 48 s left",
+        "tokenizing: 34 of 100 MB, 8,500,000 tokens, about 33 s left",
+        "tokenizing: 64 of 100 MB, 16,000,000 tokens, about 18 s left",
+        "tokenized 20,000,000 tokens in 40.0 s (500,000 tokens/s)",
     ]
 
 
@@ -42,7 +42,7 @@ def test_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         bar.advance(1000, 7)
     output = capsys.readouterr().err
-    assert "0.00/1.00k" in output and "tokenised 7 tokens" in output
+    assert "0.00/1.00k" in output and "tokenized 7 tokens" in output
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,19 +191,19 @@ def test_truncation_and_padding_of_a_json_file_do_not_apply(tmp_path: Path) -> N
 
 
 def metas_cuts(text: str, max_characters: int, max_run: int) -> list[str]:
-    """Pieces that Meta's code hands to tiktoken, restated character by character from its description."""
-    pieces = []
+    """Chunks that Meta's code hands to tiktoken, restated character by character from its description."""
+    chunks = []
     for start in range(0, len(text), max_characters):
-        piece, run = "", 0
+        chunk, run = "", 0
         for character in text[start : start + max_characters]:
-            same = bool(piece) and piece[-1].isspace() == character.isspace()
+            same = bool(chunk) and chunk[-1].isspace() == character.isspace()
             run = run + 1 if same else 1
             if run > max_run:
-                pieces.append(piece)
-                piece, run = "", 1
-            piece += character
-        pieces.append(piece)
-    return pieces
+                chunks.append(chunk)
+                chunk, run = "", 1
+            chunk += character
+        chunks.append(chunk)
+    return chunks
 
 
 @settings(max_examples=300, deadline=None)
@@ -218,16 +218,16 @@ def test_long_input_is_cut_where_metas_code_cuts(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_CHARACTERS", limits[0])
         patch.setattr(module, "MAX_RUN", limits[1])
-        assert list(module._pieces(joined)) == metas_cuts(joined, *limits)
+        assert list(module._chunks(joined)) == metas_cuts(joined, *limits)
 
 
 @pytest.mark.parametrize("text", ["a" * 60_000, " " * 30_000 + "x", "ab " * 150_000])
 def test_long_input_to_tiktoken(text: str) -> None:
     tokenizer = load_tokenizer(IN_TREE / "tokenizer")
-    pieces = metas_cuts(text, 400_000, 25_000)
-    assert len(pieces) > 1
+    chunks = metas_cuts(text, 400_000, 25_000)
+    assert len(chunks) > 1
     ids = tokenizer.encode(text)
-    assert ids == [token for piece in pieces for token in tokenizer._encoding.encode_ordinary(piece)]
+    assert ids == [token for chunk in chunks for token in tokenizer._encoding.encode_ordinary(chunk)]
     assert tokenizer.decode(ids) == text
 
 

@@ -13,7 +13,7 @@ import tiktoken
 
 from tests.data.unicode_strings import unicode_strings
 from toolkit.data.chat.template import ChatTemplate
-from toolkit.data.tokenizers.added import extended
+from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.files import find
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_size
 from toolkit.data.tokenizers.tiktoken_ranks import form_of, read_ranks, special_tokens
@@ -58,15 +58,15 @@ def broken(tmp_path: Path, content: bytes, name: str = "tokenizer.model") -> Pat
     ("content", "name", "message"),
     [
         (b"", "tokenizer.model", "it is empty"),
-        (b"\x80\x02}q\x00", "tokenizer.model", r"no tokenizer of a known kind: it starts with b'\\x80"),
+        (b"\x80\x02}q\x00", "tokenizer.model", r"not a tokenizer of a known kind: it starts with b'\\x80"),
         (b"version https://git-lfs.github.com/spec/v1\n", "tokenizer.model", "git lfs pull"),
         (b"IQ== 0\nnonsense\n", "tokenizer.model", r"tokenizer.model:2: expected 'base64 rank'"),
         (b"IQ== 0\nIg== x\n", "tokenizer.model", r"tokenizer.model:2: expected"),
         (b"IQ== 0\nIg== 2\n", "tokenizer.model", "ranks are not 0 to 1"),
         (b"IQ== 0\nIQ== 1\n", "tokenizer.model", "ranks are not 0 to 1"),
-        (SENTENCEPIECE.read_bytes()[:30_000], "tokenizer.model", "no whole SentencePiece model"),
+        (SENTENCEPIECE.read_bytes()[:30_000], "tokenizer.model", "not a complete SentencePiece model"),
         (JSON.read_bytes()[:30_000], "tokenizer.json", "is not JSON"),
-        (b'{"added_tokens": []}', "tokenizer.json", "no tokenizer.json"),
+        (b'{"added_tokens": []}', "tokenizer.json", "not a tokenizer.json"),
         (b'{"model": {"vocab": {}, "type": "none"}}', "tokenizer.json", "cannot be read by tokenizers"),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_missing_and_what_is_accepted_is_said(tmp_path: Path) -> None:
                 use(path)
             for part in (str(path), "tokenizer.model", "original/tokenizer.model", "tokenizer.json"):
                 assert part in str(raised.value)
-    with pytest.raises(DataError, match="it holds model.safetensors"):
+    with pytest.raises(DataError, match="it contains model.safetensors"):
         load_tokenizer(tmp_path)
 
 
@@ -163,8 +163,8 @@ def test_files_of_other_releases_name_tokens_roles_and_additions(tmp_path: Path,
     roles = {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "unk_token": "<unk>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(roles))
     copies = [
-        extended(tmp_path, tmp_path / "cache", template="{{ eos_token }}"),
-        extended(tmp_path, tmp_path / "cache", tokens=["<|mine|>"]),
+        extend_tokenizer(tmp_path, tmp_path / "cache", template="{{ eos_token }}"),
+        extend_tokenizer(tmp_path, tmp_path / "cache", tokens=["<|mine|>"]),
     ]
     for folder in (tmp_path, *copies):
         tokenizer = load_tokenizer(folder)
@@ -355,10 +355,10 @@ def test_ranks_of_another_model_are_refused(tmp_path: Path, n_ranks: int) -> Non
     for use in (load_tokenizer, vocabulary_size):
         with pytest.raises(DataError, match=f"has {n_ranks:,} tiktoken ranks.*128,000.*200,000") as raised:
             use(tmp_path)
-        assert "fix:  name the tokenizer.json" in str(raised.value)
+        assert "fix:  use the tokenizer.json" in str(raised.value)
 
 
 def test_ranks_of_another_word_pattern_are_refused(tmp_path: Path) -> None:
     assert load_tokenizer(tiktoken_of(tmp_path, 5_000, b"201")).n_words == 5_256
-    with pytest.raises(DataError, match="has a token '2017', which Llama 3's words do not have"):
+    with pytest.raises(DataError, match="has a token '2017', which spans words of Llama 3"):
         load_tokenizer(tiktoken_of(tmp_path, 5_000, b"20", b"17", b"2017"))

@@ -20,7 +20,7 @@ _WORDS = [
 
 
 def unicode_strings(count: int, seed: int) -> list[str]:
-    """``count`` strings; the first 17 hold a sample of plane 0, 1, … 16, the rest mix all kinds of pieces.
+    """``count`` strings; the first 17 hold a sample of plane 0, 1, … 16, the rest mix all kinds of chunks.
 
     No surrogates, and no U+2581, which SentencePiece reads as a space.
     """
@@ -32,7 +32,7 @@ def unicode_strings(count: int, seed: int) -> list[str]:
             if not 0xD800 <= point <= 0xDFFF and point != 0x2581:
                 return chr(point)
 
-    def piece() -> str:
+    def chunk() -> str:
         kind = source.randrange(6)
         if kind == 0:
             return code_point(source.randrange(17))
@@ -48,5 +48,5 @@ def unicode_strings(count: int, seed: int) -> list[str]:
         return source.choice((" ", "")) + source.choice(_WORDS)
 
     planes = ["".join(code_point(plane) for _ in range(64)) for plane in range(17)]
-    mixed = ["".join(piece() for _ in range(source.randrange(1, 12))) for _ in range(count - len(planes))]
+    mixed = ["".join(chunk() for _ in range(source.randrange(1, 12))) for _ in range(count - len(planes))]
     return planes + mixed

@@ -298,9 +298,9 @@ def test_an_error_names_file_and_line(text: str, said: str, tmp_path: Path) -> N
 
 
 MISNAMED = {
-    "./wrong": "is no name of a module",
-    "wrong.py": "is no name of a module",
-    "types": "is a module of Python itself",
+    "./wrong": "is not a module name",
+    "wrong.py": "is not a module name",
+    "types": "is a module of Python's standard library",
     "folder": "folder has no __init__.py",
 }
 
@@ -312,11 +312,11 @@ def test_a_name_of_no_module(name: str, said: str, tmp_path: Path) -> None:
 
 
 def test_a_module_that_is_not_there(tmp_path: Path) -> None:
-    assert "put the folder that holds it into PYTHONPATH" in preflight(tmp_path, MODULE)
+    assert "add the folder that contains it to PYTHONPATH" in preflight(tmp_path, MODULE)
     told = python(
         tmp_path, "tools.convert_weights", "--custom-import=my_package", "dcp-to-hf", "a", "b", code=2
     )
-    assert "there is no module my_package to import" in told
+    assert "there is no module my_package" in told
 
 
 def test_a_dataset_that_fails_names_its_document(tmp_path: Path) -> None:

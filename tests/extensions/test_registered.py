@@ -17,7 +17,7 @@ from tests.preflight.bad_weights import write_model
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.config.job import Checkpoint
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.config.training import Loss, Model, Optimizer
 from toolkit.data.sources import open_corpus
 from toolkit.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ WRONG_LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def loss_of(monkeypatch: pytest.MonkeyPatch, made: Any) -> Any:
-    monkeypatch.setitem(added("loss.name"), "mine", lambda config: made)
+    monkeypatch.setitem(registry("loss.name"), "mine", lambda config: made)
     return training_losses(Config().model_copy(update={"loss": Loss.model_construct(name="mine")}))
 
 
@@ -103,7 +103,7 @@ IN_GROUPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def decode_step(
     monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any], enable: bool = True, early: bool = False
 ) -> None:
-    monkeypatch.setitem(added("optimizer.name"), "Mine", lambda named, config: build(list(named)))
+    monkeypatch.setitem(registry("optimizer.name"), "Mine", lambda named, config: build(list(named)))
     options = Optimizer.model_construct(name="Mine", early_step_in_backward=early)
     changed = {"optimizer": options, "checkpoint": Checkpoint(enable=enable)}
     named = [(name, nn.Parameter(torch.ones(3))) for name in ("first", "second")]
@@ -172,7 +172,7 @@ def test_a_converter_keeps_what_the_model_has(
             change(model)
 
     config = Config().model_copy(update={"model": Model.model_construct(converters=["mine"])})
-    monkeypatch.setitem(added("model.converters"), "mine", lambda config: Mine())
+    monkeypatch.setitem(registry("model.converters"), "mine", lambda config: Mine())
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     with pytest.raises(ConfigError, match=rf"test_registered.py:\d+: {said}"):
@@ -183,7 +183,7 @@ def test_a_converter_keeps_what_the_model_has(
 
 def test_a_build_without_a_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config().model_copy(update={"model": Model.model_construct(converters=["mine"])})
-    monkeypatch.setitem(added("model.converters"), "mine", lambda config: None)
+    monkeypatch.setitem(registry("model.converters"), "mine", lambda config: None)
     with pytest.raises(ConfigError, match=r"None has no method convert"):
         Converters(config)
 
@@ -196,9 +196,9 @@ def ends() -> Any:
 WRONG_DATASETS: dict[str, Callable[[], Any]] = {
     r"fails at document 2: .*test_registered.py:\d+: SystemExit: 0": ends,
     "fails at document 2: TypeError: it is None": lambda: ["one", None, "three"],
-    "fails at document 1: TypeError: the function gives a str": lambda: "a text",
+    "fails at document 1: TypeError: the function returns a str": lambda: "a text",
     "fails at document 1: TypeError: 'int' object is not iterable": lambda: 5,
-    "gives no document\n  fix:  correct the module": lambda: [],
+    "has no documents\n  fix:  correct the module": lambda: [],
 }
 
 
@@ -206,9 +206,9 @@ WRONG_DATASETS: dict[str, Callable[[], Any]] = {
 def test_a_dataset_that_gives_no_documents(
     said: str, rows: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(added("training.dataset"), "mine", (rows, "1", __file__))
+    monkeypatch.setitem(registry("training.dataset"), "mine", (rows, "1", __file__))
     with pytest.raises(DataError, match=f"the dataset mine {said}"):
-        list(open_corpus("mine", None).pieces())
+        list(open_corpus("mine", None).chunks())
 
 
 class Buffer(Decoder):

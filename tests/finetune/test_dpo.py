@@ -130,7 +130,7 @@ def test_equal_answers_are_noted(tmp_path: Path) -> None:
     alike = {"prompt": "a", "chosen": "b", "rejected": "b"}
     cache = _cache(tmp_path, [*_pairs(3), alike, *_pairs(2), alike])
     told = str(statistics(cache, ConversationRows(cache, SEQ_LEN, packing=True)))
-    assert "7 pairs, 2 with two equal answers, which teach nothing" in told
+    assert "7 pairs, 2 with identical answers, which have no effect" in told
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_equal_answers_are_noted(tmp_path: Path) -> None:
             "rejected, message 2: the assistant's turn is empty",
         ),
         ({"chosen": [], "rejected": []}, "chosen: the conversation has no message"),
-        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "column 'chosen' holds a JSON number"),
-        ({"chosen": [ASKED], "rejected": [ASKED, NO]}, "no turn of the assistant that is learnt"),
+        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "column 'chosen' contains a JSON number"),
+        ({"chosen": [ASKED], "rejected": [ASKED, NO]}, "no assistant message in the loss"),
     ],
 )
 def test_bad_pairs_end_in_one_message(tmp_path: Path, row: dict[str, Any], said: str) -> None:

@@ -65,7 +65,7 @@ def _data(folder: Path, finetune: dict[str, Any]) -> dict[str, str]:
     if finetune.get("objective") == "dpo":
         return {"dataset_path": write_pairs(folder / "pairs.jsonl", 40), "format": "preference"}
     if "classification" in finetune:
-        return {"dataset_path": write_documents(folder / "labelled.jsonl", 40)}
+        return {"dataset_path": write_documents(folder / "labeled.jsonl", 40)}
     return {}
 
 

@@ -159,7 +159,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "hexadecimal digits": ("[model]\nn_layers = 0x" + "f" * 50_000, "from 1 to 1000 "),
     "layers": ("[model]\nn_layers = 1_000_000", "from 1 to 1000 "),
     "degrees": ("[parallelism]\ntensor_parallel_degree = 1_000_000_000", "from 1 to 1000000"),
-    "a degree of 5,000 digits": (f'[parallelism]\nelastic_meshes = ["tp={"9" * 5000}"]', "is no mesh"),
+    "a degree of 5,000 digits": (f'[parallelism]\nelastic_meshes = ["tp={"9" * 5000}"]', "is not a mesh"),
     "a million ranks": ("[parallelism]\ncontext_parallel_degree = 999_983", "does not divide the world size"),
     "a batch": ("[training]\nglobal_batch_size = 1_000_000_000", "from 1 to 100000000"),
     "a large batch": ("[training]\nglobal_batch_size = 99_999_989", ""),
@@ -253,7 +253,7 @@ def test_a_saved_dataset_that_names_other_files(name: object, tmp_path: Path) ->
     (tmp_path / "secret.txt").write_text("words")
     (tmp_path / "saved/dataset_info.json").write_text("{}")
     (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(DataError, match=r"is not a whole dataset of save_to_disk|\.arrow is missing"):
+    with pytest.raises(DataError, match=r"is not a complete dataset of save_to_disk|\.arrow is missing"):
         open_corpus("x", str(tmp_path / "saved"))
 
 

@@ -17,7 +17,7 @@ from tests.models.families import FAMILIES, RELEASES, read, save_transformers
 from tests.models.small_llama import tokens_and_labels
 from tests.weights.stories import empty_model
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.data.chat.formats import chat_format
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -257,7 +257,7 @@ def test_a_registered_family_may_have_another_name_than_its_files(
         def hf_config(self) -> HFConfig:
             return HFConfig("own_type", "OwnForCausalLM", "an Own", 256)
 
-    monkeypatch.setitem(added("model.name"), "own", Own({}))
+    monkeypatch.setitem(registry("model.name"), "own", Own({}))
     args = replace(resolve("llama2", "debugmodel"), family="own")
     values = spec("own").hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -136,5 +136,5 @@ def test_messages_that_have_no_place(judges: dict[str, Any], tmp_path: Path) -> 
     judges["v0.1"].save_pretrained(tmp_path)
     form = chat_format(load_tokenizer(tmp_path), "mistral")
     for messages in (said(("user", "a"), ("user", "b")), said(("system", "alone")), said(("tool", "1"))):
-        with pytest.raises(DataError, match="Mistral takes user and assistant in turns"):
+        with pytest.raises(DataError, match="Mistral needs user and assistant in turns"):
             form.encode(messages)

@@ -46,13 +46,13 @@ def test_a_checkpoint_stands_for_the_hugging_face_folder_that_its_run_wrote(
     flags = [f"checkpoint.initial_load_path={step.relative_to(folder)}/", "checkpoint.initial_load_in_hf"]
     second = configure("checkpoint.enable", "job.dump_folder=second", *flags)
     said = "\n".join(map(str, check(second, world_size=1, hardware=CPU)))
-    assert "holds a checkpoint of this toolkit, not a Hugging Face model" in said
+    assert "contains a checkpoint of this toolkit, not a Hugging Face model" in said
     (folder / "first" / "hf").mkdir(parents=True)
     written = write_model(folder / "first" / "hf", "step-10")
     assert weights_folder(second) == config_folder(second) == written.relative_to(folder)
     assert check(second, world_size=1, hardware=CPU) == []
     [note] = [said for said in notes(second, world_size=1, hardware=CPU) if "initial_load_path" in said]
-    assert note.endswith("that its run wrote at that step is read, first/hf/step-10")
+    assert note.endswith("folder first/hf/step-10, which its run exported at that step, is loaded")
     assert model_args(second, tokenizer_vocab=4096) == SHAPE
 
 
@@ -158,7 +158,9 @@ def test_of_one_missing_folder_one_message(folder: Path) -> None:
     flags = ("model.hf_assets_path=models/Llama-3.1-8B", "model.tokenizer_path=None", *START[1:])
     problems = check(configure(*flags), world_size=1, hardware=CPU)
     assert [problem.key for problem in problems] == ["model.hf_assets_path"]
-    assert "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B" in problems[0].fix
+    assert (
+        "hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B downloads it" in problems[0].fix
+    )
 
 
 def test_a_wrong_name_is_told_the_right_one(folder: Path) -> None:
@@ -166,8 +168,8 @@ def test_a_wrong_name_is_told_the_right_one(folder: Path) -> None:
     flags = (*START, "model.name=llama3", "model.flavor=70B", "model.max_seq_len=4096")
     [problem] = [p for p in check(configure(*flags), world_size=1, hardware=CPU) if "dim 4096" in p.rule]
     assert "n_layers 32 (this model: 80)" in problem.rule and "vocab_size" not in problem.rule
-    assert problem.fix.startswith("leave out model.name, model.flavor (on the command line")
-    assert problem.fix.endswith('by name it is model.name = "llama3.1", model.flavor = "8B"')
+    assert problem.fix.startswith("remove model.name, model.flavor (on the command line")
+    assert problem.fix.endswith('its name is model.name = "llama3.1", model.flavor = "8B"')
 
 
 ASSETS = os.environ.get("TOOLKIT_ASSETS", "")

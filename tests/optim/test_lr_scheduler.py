@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.config import Config
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.config.training import LRScheduler
 from toolkit.optim.lr_scheduler import DECAYS, invalid_rate, learning_rate, shortened_phases, warmup_length
 
@@ -40,7 +40,7 @@ def test_values_by_hand(changes, expected):
 
 def test_a_registered_schedule_gets_the_steps_of_the_log_and_the_warm_up_multiplies():
     options = LRScheduler(warmup_steps=2).model_copy(update={"decay_type": "own"})
-    with mock.patch.dict(added("lr_scheduler.decay_type"), {"own": lambda step, total: step / total}):
+    with mock.patch.dict(registry("lr_scheduler.decay_type"), {"own": lambda step, total: step / total}):
         rates = [learning_rate(step, options, lr=1.0, total_steps=10) for step in range(4)]
     assert rates == pytest.approx([0.05, 0.2, 0.3, 0.4], abs=1e-12)
 
@@ -60,7 +60,7 @@ def test_a_registered_schedule_gets_the_steps_of_the_log_and_the_warm_up_multipl
 def test_a_registered_schedule_without_a_rate_is_reported(decay, total_steps, said):
     options = LRScheduler(total_steps=total_steps).model_copy(update={"decay_type": "own"})
     config = Config().model_copy(update={"lr_scheduler": options})
-    with mock.patch.dict(added("lr_scheduler.decay_type"), {"own": decay}):
+    with mock.patch.dict(registry("lr_scheduler.decay_type"), {"own": decay}):
         problem = invalid_rate(config, range(1, 101), total_steps=100)
     assert (problem.rule if problem else "")[: len(said)] == said and bool(problem) == bool(said)
 

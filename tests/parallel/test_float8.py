@@ -24,7 +24,7 @@ from torchao.float8.config import Float8LinearConfig  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear as Theirs  # noqa: E402
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax  # noqa: E402
 
-from toolkit.config.parallelism import Float8Linear as Options  # noqa: E402
+from toolkit.config.parallelism import Float8 as Options  # noqa: E402
 from toolkit.distributed.dtensor import local  # noqa: E402
 from toolkit.errors import ConfigError  # noqa: E402
 from toolkit.models.common.decoder import Decoder  # noqa: E402

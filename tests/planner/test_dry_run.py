@@ -249,7 +249,7 @@ def test_a_note_is_one_line_without_control_characters(
     (tmp_path / "a\n\x1b[2J").touch()
     assert _main(f"--model.hf_assets_path={tmp_path}", "--model.vocab_size=4352") == 0
     assert (
-        f"{tmp_path}': no tokenizer in folder '{tmp_path}': it holds a\\n\\x1b[2J; "
+        f"{tmp_path}': no tokenizer in folder '{tmp_path}': it contains a\\n\\x1b[2J; "
         in capsys.readouterr().out
     )
 

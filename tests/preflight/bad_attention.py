@@ -9,12 +9,12 @@ from tests.preflight.bad_runs import H100, V100, Bad, bad
 CASES: list[Bad] = [
     bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),
     bad("attention_runs_on_device", "model.attention=varlen", "CUDA", '"auto"'),
-    bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "sdpa takes the CPU's"),
+    bad("attention_runs_on_device", "model.attention=flash data.document_mask=false", "sdpa uses the CPU's"),
     bad(
         "triton_has_a_compiler",
         "model.attention=flex",
         "no no-such-compiler here",
-        "name a compiler in CC",
+        "set CC to a compiler",
         hardware=H100,
         prepare=lambda folder: os.environ.update(CC="no-such-compiler"),  # restored with what conftest set
     ),
@@ -22,7 +22,7 @@ CASES: list[Bad] = [
     bad(
         "attention_keeps_documents_apart",
         "model.attention=flash",
-        "takes no mask",
+        "supports no mask",
         'set it to "varlen"',
         hardware=H100,
     ),
@@ -50,7 +50,7 @@ CASES: list[Bad] = [
     bad(
         "attention_takes_head_dim",
         "model.attention=auto model.head_dim=8",
-        "flex needs heads of at least 16",
+        "flex needs a head_dim of at least 16",
         'model.attention = "sdpa"',
         hardware=H100,
     ),

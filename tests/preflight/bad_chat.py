@@ -35,22 +35,22 @@ def _template(text: str):  # type: ignore[no-untyped-def]
 HERE = "training.dataset_path=a.jsonl data.format=messages"
 
 CASES = [
-    bad("formats_act", "data.train_on=all", "no corpus of the run holds conversations", "set data.format"),
-    bad("formats_act", "data.empty_mask=drop", "no corpus of the run holds conversations"),
-    bad("formats_act", "data.chat_template=llama3", "no corpus of the run holds conversations"),
+    bad("formats_act", "data.train_on=all", "no corpus of the run contains conversations", "set data.format"),
+    bad("formats_act", "data.empty_mask=drop", "no corpus of the run contains conversations"),
+    bad("formats_act", "data.chat_template=llama3", "no corpus of the run contains conversations"),
     bad(
         "formats_act",
         "data.format=alpaca training.format=messages training.dataset_path=a.jsonl",
-        "every corpus has its own format",
+        "every corpus sets its own format",
         prepare=_rows,
     ),
     bad(
         "formats_act",
         f"data.columns=messages=dialog training.columns=role=role {HERE}",
-        "every corpus has its own columns",
+        "every corpus sets its own columns",
         prepare=_rows,
     ),
-    bad("columns_known", "data.columns=messages=dialog", "which text_column names", "set data.text_column"),
+    bad("columns_known", "data.columns=messages=dialog", "set by text_column", "set data.text_column"),
     bad(
         "columns_known",
         f"data.columns=instruction=ask {HERE}",
@@ -60,7 +60,7 @@ CASES = [
     bad(
         "corpus_readable",
         f"data.columns=messages=dialog {HERE}",
-        "a.jsonl, line 1 has no column 'dialog', which format messages reads; it has 'messages'",
+        "a.jsonl, line 1 has no column 'dialog', which format messages needs; it has 'messages'",
         'set data.columns, such as {messages = "messages"}',
         key="data.format",
         prepare=_rows,
@@ -68,13 +68,13 @@ CASES = [
     bad(
         "corpus_readable",
         "validation.format=messages validation.enable=true",
-        "no column 'messages', which format messages reads; it has 'text'",
-        "set validation.dataset_path: c4_validation, which is shipped, is plain text",
+        "no column 'messages', which format messages needs; it has 'text'",
+        "set validation.dataset_path: the included c4_validation is plain text",
     ),
     bad(
         "corpus_readable",
         f"{CODE}.format=messages {CODE}.dataset_path=a.jsonl",
-        "no column 'messages', which format messages reads; it has 'text'",
+        "no column 'messages', which format messages needs; it has 'text'",
         f"or another {CODE}.format",
         prepare=_text,
     ),
@@ -87,7 +87,7 @@ CASES = [
     bad(
         "corpus_readable",
         "training.dataset_path=b.txt data.format=messages",
-        "b.txt is plain text, and format messages is read from columns",
+        "b.txt is plain text, but format messages needs columns",
         prepare=_text,
     ),
     bad(
@@ -108,7 +108,7 @@ CASES = [
         "chat_template_readable",
         f"data.chat_template=other.jinja {HERE}",
         "there is no such format or file",
-        "or the file of a jinja template",
+        "or a file with a jinja template",
         prepare=_rows,
     ),
     bad(
@@ -121,13 +121,13 @@ CASES = [
     bad(
         "chat_template_readable",
         f"data.chat_template=llama3 data.chat_template_kwargs=day=1 {HERE}",
-        "the format llama3 has no variables, and is given day",
+        "the format llama3 has no variables, but day are set",
         prepare=_rows,
     ),
     bad(
         "chat_template_readable",
         f"data.chat_template=llama3 data.mask_empty_thinking=true {HERE}",
-        "the format llama3 writes no think block",
+        "the format llama3 has no think block",
         "set data.mask_empty_thinking = false",
         prepare=_rows,
     ),
@@ -140,19 +140,19 @@ CASES = [
     bad(
         "empty_thinking_is_masked",
         f"data.mask_empty_thinking=true data.train_on=all {HERE}",
-        "every token is learnt",
+        "every token is trained on",
         prepare=_rows,
     ),
-    bad("new_tokens_have_rows", "model.additional_special_tokens=<|a|>,<|a|>", "<|a|> is there twice"),
+    bad("new_tokens_have_rows", "model.additional_special_tokens=<|a|>,<|a|>", "<|a|> is listed twice"),
     bad(
         "new_tokens_have_rows",
         "model.additional_special_tokens=<|a|> finetune.adapter=lora",
-        "an adapter's base has no rows for them",
+        "an adapter's base model has no rows for them",
     ),
     bad(
         "text_column_acts",
         f"data.text_column=body {HERE}",
-        "no text that it is for has columns",
+        "no corpus that it applies to has columns",
         prepare=_rows,
     ),
 ]

@@ -33,26 +33,30 @@ GOOD = _row(text="hello", label=1)
 
 CASES = [
     bad(
-        "classes_fit", f"{_PREFIX}.num_labels=1", "two classes or more", prepare=GOOD, also="corpus_readable"
+        "classes_valid",
+        f"{_PREFIX}.num_labels=1",
+        "at least two classes",
+        prepare=GOOD,
+        also="corpus_readable",
     ),
     bad(
-        "classes_fit",
+        "classes_valid",
         f"{_PREFIX}.label_names=a,b,c {LABELS}",
-        f"names 3 classes, and {_PREFIX}.num_labels is 2",
+        f"has 3 names, but {_PREFIX}.num_labels is 2",
         prepare=GOOD,
     ),
-    bad("classes_fit", f"{_PREFIX}.label_names=a,a {LABELS}", "'a' is the name of no single", prepare=GOOD),
+    bad("classes_valid", f"{_PREFIX}.label_names=a,a {LABELS}", "'a' is not unique", prepare=GOOD),
     bad(
         "classifier_reads_labels",
         f"data.format=messages {LABELS}",
-        "rows of a text and a label",
+        "rows with a text and a label",
         prepare=_row(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
     ),
     bad(
         "classifier_has_no_vocabulary_head",
         f"validation.base_corpus.dataset=embedded validation.enable validation.dataset_path=a.jsonl {LABELS}"
         " validation.seq_len=256",
-        "gives no next token",
+        "no next-token",
         prepare=GOOD,
     ),
     bad(
@@ -72,11 +76,11 @@ CASES = [
         "hugging_face_has_no_hidden_layers",
         f"{_PREFIX}.hidden_sizes=[8] checkpoint.enable=true checkpoint.last_save_in_hf=true {LABELS}",
         "have no hidden layers",
-        "leave it out, or checkpoint.last_save_in_hf",
+        "remove it, or checkpoint.last_save_in_hf",
         prepare=GOOD,
     ),
     bad(
-        "exports_have_a_form",
+        "adapter_exportable",
         f"checkpoint.last_save_in_hf=true checkpoint.enable=true finetune.adapter=prefix_tuning {LABELS}",
         "a classification head is trained too",
         prepare=GOOD,
@@ -98,7 +102,7 @@ CASES = [
     bad(
         "corpus_readable",
         LABELS,
-        "a.jsonl, line 1: column 'label' holds 2, which is none of the 2 classes",
+        "a.jsonl, line 1: column 'label' contains 2, which is not one of the 2 classes",
         "a number from 0 to 1",
         key="training.dataset_path",
         prepare=_row(text="hello", label=2),
@@ -106,7 +110,7 @@ CASES = [
     bad(
         "corpus_readable",
         f"{LABELS} {_PREFIX}.label_names=good,bad",
-        "which is none of the 2 classes",
+        "which is not one of the 2 classes",
         "did you mean good?",
         key="training.dataset_path",
         prepare=_row(text="hello", label="goood"),
@@ -120,7 +124,7 @@ CASES = [
         prepare=_row(text="", label=1),
     ),
     bad(
-        "model_has_a_vocabulary",
+        "classifier_configured",
         "model.hf_assets_path=model",
         "is a classifier of 2 classes",
         "set finetune.classification.num_labels = 2",

@@ -33,7 +33,7 @@ def _large(folder: Path) -> None:
 
 CASES = [
     bad("corpus_readable", "training.dataset=wikitext", "Hugging Face hub", "Salesforce/wikitext"),
-    bad("corpus_readable", "training.dataset=a/b/c", "is named owner/name"),
+    bad("corpus_readable", "training.dataset=a/b/c", "a name of the form owner/name"),
     bad(
         "corpus_readable",
         "training.dataset=a/b",
@@ -56,7 +56,7 @@ CASES = [
     bad(
         "corpus_readable",
         f"{CODE}.dataset_path=a.parquet {CODE}.text_column=id",
-        "column 'id' holds int64",
+        "column 'id' contains int64",
         prepare=_parquet,
     ),
     bad(
@@ -87,8 +87,8 @@ CASES = [
         "has columns",
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
-    bad("dataset_choices_act", "training.dataset_split=test", "'embedded' has no split to choose"),
-    bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to choose"),
+    bad("dataset_choices_act", "training.dataset_split=test", "'embedded' has no split to select"),
+    bad("dataset_choices_act", f"{CODE}.dataset_subset=en", "'c4_test' has no subset to select"),
     bad(
         "dataset_choices_act",
         "training.dataset_split=test training.dataset_path=a.txt",
@@ -102,7 +102,7 @@ CASES = [
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
     bad("corpus_readable", f"{BASE}.dataset=wikitext {VALIDATED}", "Hugging Face hub"),
-    bad("options_act", f"{BASE}.dataset_subset=en {VALIDATED}", "does nothing without a base corpus"),
+    bad("options_act", f"{BASE}.dataset_subset=en {VALIDATED}", "has no effect without a base corpus"),
     bad("dataset_choices_act", f"{BASE}.dataset_split=test {BASE}.dataset=embedded {VALIDATED}", "no split"),
     bad("options_act", f"{BASE}.dataset=embedded", "with validation.enable = false"),
     bad(

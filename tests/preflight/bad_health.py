@@ -6,16 +6,16 @@ from tests.preflight.bad_runs import H100, Bad, bad
 
 CASES: list[Bad] = [
     bad(
-        "stragglers_are_seen",
+        "stragglers_measurable",
         "health.straggler_factor=3 comm.trace_buf_size=0",
-        "comm.trace_buf_size turns it off",
+        "comm.trace_buf_size = 0 disables",
         hardware=H100,
     ),
     bad("policies_can_act", "health.nan_policy=rollback", "this run saves none"),
     bad(
         "policies_can_act",
         "health.loss_spike_policy=rollback checkpoint.enable checkpoint.exclude_from_loading=optimizer",
-        "checkpoint.exclude_from_loading leaves parts out",
+        "checkpoint.exclude_from_loading leaves components out",
     ),
     bad(
         "policies_can_act",

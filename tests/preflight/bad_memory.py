@@ -12,13 +12,13 @@ CASES: list[Bad] = [
     bad(
         "options_act",
         "activation_checkpoint.enable_activation_offloading activation_checkpoint.mode=full",
-        "does nothing without a GPU",
+        "has no effect without a GPU",
         "remove it",
     ),
     bad(
         "options_act",
         "activation_checkpoint.enable_activation_offloading activation_checkpoint.mode=none",
-        "does nothing",
+        "has no effect",
         '"selective" or "full"',
         hardware=V100,
     ),
@@ -32,7 +32,7 @@ CASES: list[Bad] = [
     bad(
         "checkpointing_debug",
         "activation_checkpoint.debug activation_checkpoint.selective_ac_option=op",
-        'does not offer it for selective_ac_option = "op"',
+        'does not support it for selective_ac_option = "op"',
         'mode = "full"',
     ),
     bad(
@@ -70,21 +70,21 @@ CASES: list[Bad] = [
         '"eager" does not choose',
         'compile.backend = "inductor"',
     ),
-    bad("compiled_components", "compile.components=[] compile.enable", "nothing to compile"),
+    bad("compiled_components", "compile.components=[] compile.enable", "nothing would be compiled"),
     bad(
         "compile_backend", "compile.backend=inducter compile.enable", "aot_eager", 'did you mean "inductor"?'
     ),
     bad("compile_backend", "compile.backend=inducter", "aot_eager", 'did you mean "inductor"?'),
     bad(
-        "parts_are_a_cut",
+        "stage_modules_match_model",
         'parallelism.module_fqns_per_model_part=[["norms"]]',
         "the model has no norms",
     ),
     bad(
-        "dropout_is_computed_again",
+        "dropout_recomputed_identically",
         "activation_checkpoint.preserve_rng_state=false activation_checkpoint.mode=full "
         "finetune.adapter=lora finetune.lora.dropout=0.1",
-        "would drop other numbers",
+        "would drop other elements",
     ),
     bad("compile_backend", "compile.backend=cudagraphs compile.enable", "need a CUDA device"),
     bad("compile_mode", "compile.mode=reduce-overhead compile.enable", "need a CUDA device", "remove it"),
@@ -97,7 +97,7 @@ CASES: list[Bad] = [
     bad(
         "inductor_attends_in_fp64",
         "compile.backend=inductor compile.enable training.mixed_precision_param=float64",
-        "from torch 2.13 on, this is 2.12",
+        "from torch 2.13 on; this is 2.12",
         'set it to "aot_eager"',
         torch=(2, 12),
     ),

@@ -11,7 +11,7 @@ CASES: list[Bad] = [
         "profiler_warmup + profiler_active = 5 steps",
         "at least 5",
     ),
-    bad("options_act", "profiling.enable_memory_snapshot", "does nothing without a GPU"),
-    bad("prometheus_file_is_read", "metrics.prometheus_file=run.txt", "no others", "name it run.txt.prom"),
+    bad("options_act", "profiling.enable_memory_snapshot", "has no effect without a GPU"),
+    bad("prometheus_file_is_read", "metrics.prometheus_file=run.txt", "only reads", "use run.txt.prom"),
     bad("wandb_ready", "metrics.enable_wandb", "metrics.enable_wandb = True"),
 ]

@@ -23,33 +23,33 @@ CASES: list[Bad] = [
     bad(
         "mixture_or_dataset",
         f"training.dataset=embedded {CODE}.weight=1",
-        "take its place",
+        "replaced by the corpora",
         'set dataset = "c4_test", the default',
     ),
     bad(
         "mixture_or_dataset",
         "training.dataset=c4_test job.config_file=run.toml",  # the default, over the mixture of the file
-        "take its place",
+        "replaced by the corpora",
         prepare=write("run.toml", "[data.mixture.code]\nweight = 1\n"),
     ),
     bad(
         "mixture_or_dataset",
         f"training.dataset_path=a.txt {CODE}.weight=1",
-        "make it a part",
+        "to train on it as well",
         'dataset_path = "None"',
         prepare=write("a.txt", "x"),
     ),
     bad(
         "mixture_or_dataset",
         f"job.config_file=base.toml {CODE}.dataset=embedded_validation training.dataset=embedded",
-        "take its place",
+        "replaced by the corpora",
         key="training.dataset",
         prepare=write("base.toml", "[data.mixture.code]\nweight = 1\n"),
     ),
     bad(
         "mixture_or_dataset",
         "job.config_file=run.toml",
-        "take its place",
+        "replaced by the corpora",
         key="training.dataset",
         prepare=lambda folder: (
             write("base.toml", "[data.mixture.code]\nweight = 1\n")(folder),
@@ -59,7 +59,7 @@ CASES: list[Bad] = [
     bad(
         "mixture_or_dataset",
         "job.config_file=run.toml",
-        "take its place",
+        "replaced by the corpora",
         key="training.dataset",
         prepare=write("run.toml", '[training]\ndataset = "embedded"\n[data.mixture.code]\nweight = 1\n'),
     ),
@@ -72,13 +72,13 @@ CASES: list[Bad] = [
     bad(
         "mixture_parts_differ",
         f"{WEB}.dataset=c4_test {CODE}.dataset=embedded",
-        "[data.mixture.code] draws from the same text",
+        "[data.mixture.code] has the same text",
         key=f"{WEB}.dataset",
     ),
     bad(
         "mixture_parts_differ",
         f"{WEB}.dataset_path=a.jsonl {CODE}.dataset_path=a.jsonl {CODE}.text_column=text",
-        "[data.mixture.code] draws from the same text",
+        "[data.mixture.code] has the same text",
         key=f"{WEB}.dataset_path",
         prepare=_two_files,
     ),

@@ -14,8 +14,8 @@ CASES: list[Bad] = [
         "muon_steps_after_backward",
         f"{EARLY} {NAME} training.max_norm=inf training.global_batch_size=8",
         "optimizer.name = Muon",
-        "leave it out",
+        "remove it",
     ),
-    bad("options_act", "optimizer.muon.momentum=0.9", "does nothing", '"Muon"'),
-    bad("options_act", "optimizer.muon.ns_steps=3 optimizer.name=Adam", "does nothing", '"Muon"'),
+    bad("options_act", "optimizer.muon.momentum=0.9", "has no effect", '"Muon"'),
+    bad("options_act", "optimizer.muon.ns_steps=3 optimizer.name=Adam", "has no effect", '"Muon"'),
 ]

@@ -8,19 +8,19 @@ QUANTIZED = "finetune.lora.quantize_base=nf4 finetune.adapter=lora"
 ROWS = "quantized_rows_are_blocks"
 
 CASES: list[Bad] = [
-    bad("fsdp_takes_bytes", QUANTIZED, "from torch 2.12 on, this is 2.11", "2.13", torch=(2, 11)),
-    bad(ROWS, f"{QUANTIZED} model.ffn_dim=700", "64 numbers", "ffn_dim = 700", '"none"'),
+    bad("fsdp_takes_bytes", QUANTIZED, "from torch 2.12 on; this is 2.11", "2.13", torch=(2, 11)),
+    bad(ROWS, f"{QUANTIZED} model.ffn_dim=700", "64 elements", "ffn_dim = 700", '"none"'),
     bad(
         ROWS,
         f"{TP}=2 {QUANTIZED} model.ffn_dim=704",
-        "cuts rows of ffn_dim = 704",
-        "it can be 1",
+        "splits rows of ffn_dim = 704",
+        "set it to 1",
         world=2,
     ),
     bad(
         "quantized_is_frozen",
         f"finetune.trainable=norm.weight,layers.0.* {QUANTIZED}",
-        '"layers.0.*" asks for layers.0.attention.wk.weight',
+        '"layers.0.*" matches layers.0.attention.wk.weight',
         "norms",
     ),
 ]

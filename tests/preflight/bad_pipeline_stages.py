@@ -17,7 +17,9 @@ def _layers(*numbers: int) -> str:
     return ",".join(f'"layers.{number}"' for number in numbers)
 
 
-def _parts(*parts: str, says: tuple[str, ...], rule: str = "parts_are_a_cut", flags: str = "") -> Bad:
+def _parts(
+    *parts: str, says: tuple[str, ...], rule: str = "stage_modules_match_model", flags: str = ""
+) -> Bad:
     """Stages by hand on as many ranks."""
     written = ",".join(f"[{part}]" for part in parts)
     return bad(rule, f"{PARTS}=[{written}] {PP}={len(parts)} {flags}", *says, world=len(parts))
@@ -26,32 +28,32 @@ def _parts(*parts: str, says: tuple[str, ...], rule: str = "parts_are_a_cut", fl
 CASES: list[Bad] = [
     # 8 layers with the ends: a ninth stage would hold nothing.
     bad(
-        "stages_hold_something",
+        "stages_not_empty",
         f"{PP}=10 training.global_batch_size=20",
-        "10 stages of 6 layers leave nothing to stage 8, where the embedding counts as 1 and the head as 1",
+        "10 stages of 6 layers leave stage 8 empty, which count as 1 and 1 layers",
         "set it to at most 8",
         world=10,
     ),
     bad(
-        "stages_hold_something",
+        "stages_not_empty",
         f"{PP}=4 {SCHEDULE}=ZBVZeroBubble {FIRST}=0 {LAST}=0",
-        "8 stages of 6 layers leave nothing to stage 6",
+        "8 stages of 6 layers leave stage 6 empty",
         "set it to at most 3",
         world=4,
     ),
     # 11 layers with the ends in 4 stages: 3, of which the embedding would fill 4.
     bad(
-        "stages_hold_something",
+        "stages_not_empty",
         f"{PP}=4 {FIRST}=4",
-        "4 stages of 6 layers have no room for ends that count for so many, where the embedding counts as 4",
+        "4 stages of 6 layers leave no room for the embedding and the head, which count as 4",
         f"set it to at most 2, or lower {FIRST}",
         world=4,
     ),
-    bad("stages_hold_something", f"{PP}=4 model.n_layers=1", "of 1 layers", "set it to at most 3", world=4),
+    bad("stages_not_empty", f"{PP}=4 model.n_layers=1", "of 1 layers", "set it to at most 3", world=4),
     bad(
         "schedule_takes_stages",
         f"{PER_STAGE}=3 {PP}=2",
-        "makes 3 stages of 6 layers, but 1F1B on 2 ranks takes 2, one a rank",
+        "makes 3 stages of 6 layers, but 1F1B on 2 ranks needs 2, one per rank",
         "remove it for 2 stages",
         world=2,
     ),
@@ -66,14 +68,14 @@ CASES: list[Bad] = [
     bad(
         "schedule_takes_stages",
         f"{PER_STAGE}=4 {SCHEDULE}=Interleaved1F1B {PP}=2",
-        "takes 4 or a larger multiple of 2",
+        "needs 4 or a larger multiple of 2",
         f"remove it for 4 stages, or set {SCHEDULE} to GPipe or 1F1B",
         world=2,
     ),
     bad(
         "schedule_takes_stages",
         f"{PER_STAGE}=3 {SCHEDULE}=ZBVZeroBubble {PP}=2",
-        "takes 4, two a rank",
+        "needs 4, two per rank",
         "remove it for 4 stages",
         world=2,
     ),
@@ -87,7 +89,7 @@ CASES: list[Bad] = [
     _parts(
         EMBEDDING + "," + _layers(0, 1, 2),
         _layers(3, 4, 5) + "," + HEAD,
-        says=("names 2 stages, but Interleaved1F1B on 2 ranks takes 4", "name 4", "GPipe or 1F1B"),
+        says=("names 2 stages, but Interleaved1F1B on 2 ranks needs 4", "name 4", "GPipe or 1F1B"),
         rule="schedule_takes_stages",
         flags=f"{SCHEDULE}=Interleaved1F1B",
     ),
@@ -101,7 +103,7 @@ CASES: list[Bad] = [
         _layers(3, 4, 5) + "," + HEAD,
         says=("the model has no tok_embedding", "did you mean tok_embeddings?"),
     ),
-    _parts(EMBEDDING + "," + _layers(0, 1, 2, 3, 4, 5) + "," + HEAD, "", says=("nothing is in stage 1",)),
+    _parts(EMBEDDING + "," + _layers(0, 1, 2, 3, 4, 5) + "," + HEAD, "", says=("empty stages: 1",)),
     _parts(
         EMBEDDING + "," + _layers(0, 1, 2, 3),
         _layers(3, 4, 5) + "," + HEAD,
@@ -115,9 +117,9 @@ CASES: list[Bad] = [
     _parts(
         EMBEDDING + "," + _layers(0, 1, 2),
         _layers(4, 5) + "," + HEAD,
-        says=("no stage holds layers.3",),
+        says=("in no stage: layers.3",),
     ),
-    _parts(_layers(0, 1, 2), _layers(3, 4, 5) + "," + HEAD, says=("no stage holds tok_embeddings",)),
+    _parts(_layers(0, 1, 2), _layers(3, 4, 5) + "," + HEAD, says=("in no stage: tok_embeddings",)),
     _parts(
         EMBEDDING + "," + _layers(0, 1, 3),
         _layers(2, 4, 5) + "," + HEAD,

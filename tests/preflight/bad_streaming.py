@@ -12,14 +12,14 @@ CASES: list[Bad] = [
     bad(
         _RULE,
         f"{_ON} lr_scheduler.decay_type=step lr_scheduler.decay_ratio=None lr_scheduler.min_lr_factor=0",
-        "is not counted; give lr_scheduler.step_size",
+        "is not known; set lr_scheduler.step_size",
         key="lr_scheduler.decay_type",
     ),
-    bad(_RULE, f"{_ON} data.mixture.a.weight=1", "drawn by their lengths", key="data.mixture"),
+    bad(_RULE, f"{_ON} data.mixture.a.weight=1", "needs the lengths", key="data.mixture"),
     bad(
         "corpus_readable",
         "training.dataset_path=s3://bucket/text.jsonl",
-        "text of a URL is streamed",
+        "text at a URL can only be streamed",
         "data.streaming = true",
         key="training.dataset_path",
     ),

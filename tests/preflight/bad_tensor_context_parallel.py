@@ -101,7 +101,7 @@ CASES = [
     bad(
         "ring_has_a_kernel",
         f"{ROTATE}=alltoall {CP}=2 data.document_mask=false model.head_dim=36",
-        "these have 36",
+        "at most 256, not 36",
         "another model.head_dim",
         world=2,
         hardware=H100,
@@ -109,7 +109,7 @@ CASES = [
     bad(
         "ring_has_a_kernel",
         f"{ROTATE}=alltoall {CP}=2 data.document_mask=false model.name=mistral0.1",
-        "has no window, and the model's, of 16 tokens",
+        "has no sliding window, and the model's, 16 tokens",
         'training.seq_len to 16 or less, or keep "allgather"',
         world=2,
         hardware=H100,

@@ -156,14 +156,14 @@ CASES = [
         prepare=_model(sliding_window=4096),
     ),
     bad(
-        "weights_are_of_this_model",
+        "weights_match_model",
         f"{FROM_M} model.name=llama3.0 {NAMED} model.tie_embeddings=true model.n_layers=3",
         "n_layers 2 (this model: 3), tie_embeddings False (this model: True)",
-        "leave out model.name, model.dim, ",
+        "remove model.name, model.dim, ",
         prepare=_model(),
     ),
     bad(
-        "weights_are_of_this_model",
+        "weights_match_model",
         f"{FROM_M} model.vocab_size=5000",
         "vocab_size 4352 (this model: 5000)",
         "hf-to-dcp m OUT --vocab-size 5000",
@@ -190,9 +190,9 @@ CASES = [
         "weights_readable",
         f"{FROM_M} model.flavor=debugmodel",
         {
-            "m is no folder": lambda folder: (folder / "m").write_text(""),
+            "m is not a folder": lambda folder: (folder / "m").write_text(""),
             "Meta's files | meta-to-dcp m OUT": _meta,
-            "it holds an adapter: | finetune.adapter_path = m, | merge BASE m OUT": _adapter,
+            "it contains an adapter: | finetune.adapter_path = m, | merge BASE m OUT": _adapter,
             "a checkpoint of this toolkit | initial_load_in_hf = false": lambda folder: save(
                 folder, 5
             ).rename(folder / "m"),
@@ -201,7 +201,7 @@ CASES = [
     *_alike(
         "weights_readable",
         FROM_M,
-        {f"{said} | name the folder of a Llama": prepare for said, prepare in NOT_LLAMA.items()},
+        {f"{said} | use the folder of a Llama": prepare for said, prepare in NOT_LLAMA.items()},
     ),
     *_alike(
         "weights_readable",
@@ -214,20 +214,20 @@ CASES = [
             "a model in two formats, model.safetensors.index.json and consolidated.00.pth": _then(
                 lambda at: (at / "consolidated.00.pth").touch()
             ),
-            "misshapen: lm_head.weight (4300, 32) where (4352, 32) is due": _then(_narrow_tied_head),
-            "norm.weight as I32 | use the original model": _then(_quantize),
-            "is truncated: its header describes | take a folder of safetensors that is whole": _then(
+            "wrong shape: lm_head.weight (4300, 32), expected (4352, 32)": _then(_narrow_tied_head),
+            "norm.weight as I32 | take the model that this one was made from": _then(_quantize),
+            "cut short | use a folder with complete safetensors": _then(
                 lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])
             ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),
-            "too many: model.layers.1.": _model(num_hidden_layers=1),
-            "misshapen: model.layers.0.mlp.gate_proj.weight (48, 32) where (64, 32)": _model(
+            "unexpected: model.layers.1.": _model(num_hidden_layers=1),
+            "wrong shape: model.layers.0.mlp.gate_proj.weight (48, 32), expected (64, 32)": _model(
                 intermediate_size=64
             ),
         },
     ),
     bad(
-        "tokenizer_is_of_weights",
+        "tokenizer_matches_weights",
         f"model.hf_assets_path={TOKENIZER} {FROM_M}",
         "has 4096 tokens",
         "has 4300",

@@ -37,23 +37,23 @@ def test_auto_takes_what_the_flavor_names_and_the_device_can_train(
         (
             ["--model.flavor=debugmodel_flex_attn"],
             CPU,
-            "this run takes blockwise: FlexAttention has no backward",
+            "this run uses blockwise: FlexAttention has no backward",
         ),
         (
             ["--model.flavor=debugmodel_varlen_attn"],
             CPU,
-            "this run takes blockwise: varlen needs the flash kernel",
+            "this run uses blockwise: varlen needs the flash kernel",
         ),
         (
             ["--model.flavor=debugmodel_flex_attn", "--model.attention=varlen"],
             H100,
-            "this run takes varlen: model.attention goes before it",
+            "this run uses varlen: model.attention overrides it",
         ),
-        (["--model.attention=sdpa"], H100, "dense mask of seq_len² bytes a sample for the documents, and"),
+        (["--model.attention=sdpa"], H100, "dense mask of seq_len² bytes per sample for the documents, and"),
         (
             ["--model.attention=sdpa", "--model.name=mistral0.1", "--data.no-document_mask"],
             H100,
-            "dense mask of seq_len² bytes a sample for the model's window, and",
+            "dense mask of seq_len² bytes per sample for the model's window, and",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_what_differs_from_the_run_so_far_is_told(folder: Path) -> None:
     changed = ["--optimizer.lr=0.2", "--optimizer.name=Adam", "--training.steps=9", "--loss.z_loss=0.1"]
     [note] = _told(changed)
     assert check(configure(["--checkpoint.enable", *changed]), world_size=1, hardware=CPU) == []
-    assert note.startswith("not as in outputs/checkpoint/step-5: training.steps 10000 → 9, ")
+    assert note.startswith("changed since outputs/checkpoint/step-5: training.steps 10000 → 9, ")
     assert "optimizer.name 'AdamW' → 'Adam', optimizer.lr 0.1 → 0.2, loss.z_loss 0.0 → 0.1" in note
     other = ["--job.dump_folder=new", "--checkpoint.initial_load_path=outputs/checkpoint/step-5"]
     assert _told(other) == []  # the weights alone are no run that goes on
@@ -44,9 +44,9 @@ def test_a_key_that_the_older_run_did_not_have_is_no_difference(folder: Path) ->
 def test_what_becomes_of_the_schedule_is_told(folder: Path) -> None:
     save(folder, 5)
     [note] = _told(["--checkpoint.exclude_from_loading=lr_scheduler,train_state"])
-    assert note.startswith("the schedule of the learning rate starts again after outputs/checkpoint/step-5")
+    assert note.startswith("the learning-rate schedule restarts after outputs/checkpoint/step-5")
     [note] = _told(["--checkpoint.exclude_from_loading=train_state"])
-    assert note.startswith("steps are counted anew after outputs/checkpoint/step-5, and the schedule")
+    assert note.startswith("the step restarts after outputs/checkpoint/step-5, but the learning-rate")
     assert _told(["--checkpoint.exclude_from_loading=dataloader"]) == []
 
 
@@ -56,7 +56,7 @@ def test_a_checkpoint_of_another_run_among_its_own_is_told(folder: Path) -> None
     assert _told([]) == []
     save(folder, 20, id="b")  # copied here from another run, say
     [note] = _told([])
-    assert note == "outputs/checkpoint/step-20 is of another run than step-5, step-10 beside it"
+    assert note == "outputs/checkpoint/step-20 and step-5, step-10 next to it are from different runs"
 
 
 def test_a_classifier_of_other_classes_is_told_to_be_without_its_head(folder: Path) -> None:
@@ -79,9 +79,9 @@ def test_a_classifier_of_other_classes_is_told_to_be_without_its_head(folder: Pa
         (
             ["--checkpoint.export_dtype=bfloat16", "--checkpoint.export_max_bytes=9"],
             [
-                "checkpoint.export_max_bytes does nothing without checkpoint.last_save_in_hf = true or "
+                "checkpoint.export_max_bytes has no effect without checkpoint.last_save_in_hf = true or "
                 "checkpoint.hf_export_interval above 0",
-                "checkpoint.export_dtype does nothing without checkpoint.last_save_in_hf = true or "
+                "checkpoint.export_dtype has no effect without checkpoint.last_save_in_hf = true or "
                 "checkpoint.hf_export_interval above 0 or checkpoint.last_save_model_only = true",
             ],
         ),
@@ -89,11 +89,14 @@ def test_a_classifier_of_other_classes_is_told_to_be_without_its_head(folder: Pa
         (["--checkpoint.export_max_bytes=9", "--checkpoint.hf_export_interval=500"], []),
         (
             ["--checkpoint.initial_load_model_only=false"],
-            ["checkpoint.initial_load_model_only does nothing without checkpoint.initial_load_path"],
+            ["checkpoint.initial_load_model_only has no effect without checkpoint.initial_load_path"],
         ),
         (
             ["--checkpoint.load_only", "--checkpoint.async_mode=async", "--checkpoint.interval=9"],
-            ["checkpoint.interval, checkpoint.async_mode do nothing without checkpoint.load_only = false"],
+            [
+                "checkpoint.interval, checkpoint.async_mode have no effect without "
+                "checkpoint.load_only = false"
+            ],
         ),
     ],
 )

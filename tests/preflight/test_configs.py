@@ -9,7 +9,7 @@ import pytest
 from tests.preflight.bad_runs import H100
 from tests.preflight.bad_weights import SHAPE, write_model
 from toolkit.config import Config, load_config
-from toolkit.config.refused import REFUSED, REMOVED
+from toolkit.config.unsupported import REMOVED, UNSUPPORTED
 from toolkit.models.parameters import parameter_count
 from toolkit.preflight import check
 from toolkit.preflight.planned_run import PlannedRun
@@ -109,7 +109,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "training.mixed_precision_param",
     }
     only_ours = {key for key in keys if theirs.origin(key) == "default"}
-    theirs_refused = REFUSED.keys() - REMOVED.keys()
+    theirs_refused = UNSUPPORTED.keys() - REMOVED.keys()
     rows = len(keys) - len(only_ours) + len(theirs_refused)
     assert rows == 149, "rows of torchtitan 0.2.2's JobConfig"
     assert {key.split(".")[0] for key in only_ours} == {

@@ -57,7 +57,7 @@ def test_a_published_name_means_itself_and_is_a_preset() -> None:
 def test_how_to_get_what_is_not_there(path: str, line: str, gated: bool) -> None:
     said = download_line(path)
     assert said is not None and said.startswith(line)
-    assert ("accept the licence" in said and "hf auth login" in said) == gated
+    assert ("accept the license" in said and "hf auth login" in said) == gated
 
 
 def test_a_path_that_means_no_model_gets_no_line() -> None:

@@ -33,7 +33,7 @@ def test_the_dataset_of_a_base_gives_way_and_is_noted(
     config = configure(["--job.config_file=run.toml", *flags])
     assert check(config, world_size=1, hardware=CPU) == []
     said = notes(config, world_size=1, hardware=CPU)
-    assert said == ['training.dataset = "embedded" (base.toml:2) gives way to [data.mixture]']
+    assert said == ['training.dataset = "embedded" (base.toml:2) is overridden by [data.mixture]']
     write("saved.toml", config.to_toml())(tmp_path)
     again = configure(["--job.config_file=saved.toml"])
     assert again.data == config.data

@@ -1,6 +1,6 @@
 """Every key of the schema acts, or is refused or noted by name where it does not.
 
-A new key fails here until it is marked with what it acts with (``ActsWith``, ``Needs``), rejected by a rule,
+A new key fails here until it is marked with what it acts with (``OnlyWith``, ``Needs``), rejected by a rule,
 or listed.
 """
 
@@ -16,7 +16,7 @@ from annotated_types import Interval, Lt
 
 from tests.preflight.bad_runs import CPU, configure
 from toolkit.config.schema import NAME, Field, fields, fields_by_key
-from toolkit.config.types import ActsWith, Needs
+from toolkit.config.types import Needs, OnlyWith
 from toolkit.config.values import format_toml
 from toolkit.preflight import check, notes
 from toolkit.preflight.planned_run import PlannedRun
@@ -230,7 +230,7 @@ def test_what_no_use_allows_is_refused(field: Field) -> None:
 def test_marks_name_facts_and_keys() -> None:
     for field in fields():
         for mark in field.marks:
-            if isinstance(mark, ActsWith):
+            if isinstance(mark, OnlyWith):
                 assert mark.switch in fields_by_key()
             elif isinstance(mark, Needs):
                 assert mark.what in FACTS or mark.what in fields_by_key()
@@ -240,7 +240,7 @@ def test_marks_name_facts_and_keys() -> None:
 def test_a_switch_that_is_idle_itself_is_named_in_the_place_of_its_key() -> None:
     config = configure(["--checkpoint.interval=9", "--checkpoint.export_dtype=bfloat16"])
     assert notes(config, world_size=1, hardware=CPU) == [
-        "checkpoint.interval, checkpoint.export_dtype do nothing without checkpoint.enable = true"
+        "checkpoint.interval, checkpoint.export_dtype have no effect without checkpoint.enable = true"
     ]
     assert check(config, world_size=1, hardware=CPU) == []
 

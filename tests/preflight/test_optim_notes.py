@@ -111,7 +111,7 @@ def test_a_saved_config_can_be_run_again(flags: list[str]) -> None:
         ),
         (
             ["--optimizer.no_decay=*norm.weight", "--optimizer.weight_decay=0"],
-            ["optimizer.no_decay does nothing without optimizer.weight_decay above 0"],
+            ["optimizer.no_decay has no effect without optimizer.weight_decay above 0"],
         ),
     ],
 )

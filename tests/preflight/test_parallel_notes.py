@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [PIPELINE, f"{BATCH}=2"],
             2,
-            "ranks wait about 33% of a step for one another: 2 micro-batches a step on 2 ranks by 1F1B; "
+            "ranks idle for about 33% of a step: 2 micro-batches per step on 2 ranks with 1F1B; "
             f"with 4 it is 20%: set {BATCH[2:]} to 4",
         ),
         (
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [PIPELINE, f"{SCHEDULE}=LoopedBFS", PREFETCH],
             4,
-            "fsdp_forward_prefetch does nothing without one stage per rank, or resharding",
+            "fsdp_forward_prefetch has no effect without one stage per rank, or resharding",
         ),
         (
             [
@@ -60,14 +60,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 "--compile.enable",
             ],
             2,
-            "ZBVZeroBubble runs that of each block twice, for inputs and for weights; to compute less, "
-            'compile.enable = false, or set parallelism.pipeline_parallel_schedule to "Interleaved1F1B"',
+            "ZBVZeroBubble runs each block's backward twice, for inputs and for weights; to compute less, "
+            'set compile.enable = false, or set parallelism.pipeline_parallel_schedule to "Interleaved1F1B"',
         ),
         (
             [PIPELINE, f"{SCHEDULE}=DualPipeV", f"{RESHARD}=never", "--activation_checkpoint.mode=full"],
             2,
-            'activation_checkpoint.mode = "full": where DualPipeV computes the gradients of weights apart, '
-            "torch computes a checkpointed block again for each of its weights",
+            'activation_checkpoint.mode = "full": DualPipeV computes weight gradients '
+            "separately, for which torch recomputes a checkpointed block once per weight",
         ),
         (
             # Blocks are not compiled, and computed again for each of their weights.
@@ -76,12 +76,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 *("--activation_checkpoint.mode=full", "--compile.enable", "--compile.components=loss"),
             ],
             2,
-            'activation_checkpoint.mode = "full": where ZBVZeroBubble computes',
+            'activation_checkpoint.mode = "full": ZBVZeroBubble computes',
         ),
         (
             [PIPELINE, "--parallelism.fsdp_sync_each_batch=false"],
             2,
-            "fsdp_sync_each_batch does nothing without parallelism.pipeline_parallel_degree = 1",
+            "fsdp_sync_each_batch has no effect without parallelism.pipeline_parallel_degree = 1",
         ),
         (
             [
@@ -91,12 +91,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 "--parallelism.pipeline_parallel_layers_per_stage=3",
             ],
             2,
-            "layers_per_stage does nothing without stages cut by counts of layers",
+            "layers_per_stage has no effect without stages cut by counts of layers",
         ),
         (
             [f"--{CP}=2", "--parallelism.sharding_strategy=NO_SHARD"],
             4,
-            "each of which is still sharded over the 2 ranks of parallelism.context_parallel_degree",
+            "which is still sharded over the 2 ranks of parallelism.context_parallel_degree",
         ),
         ([f"--{TP}=2", "--parallelism.disable_loss_parallel"], 2, "gathers all logits on each of 2 ranks"),
     ],

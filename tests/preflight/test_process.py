@@ -73,7 +73,7 @@ def test_a_reader_may_stop_early() -> None:
     [
         (["--training.steps=x"], 2, "must be an integer"),
         (["--training.stepz=3", "--optimizer.lr=y"], 2, "did you mean training.steps?"),
-        (["--training.global_batch_size=3", "--memory_estimation.disable_fake_mode"], 2, "takes no device"),
+        (["--training.global_batch_size=3", "--memory_estimation.disable_fake_mode"], 2, "needs no device"),
         (["--training.dataset=c5"], 3, "embedded"),
         (["--model.hf_assets_path=no/such/folder"], 3, "no/such/folder"),
     ],

@@ -62,13 +62,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 OPTIONS = [
-    bad("device_is_here", "training.device=cuda", "no GPU here that nvidia-smi shows"),
+    bad("device_available", "training.device=cuda", "nvidia-smi lists no GPU"),
     bad("options_act", "training.dataloader.prefetch_factor=2", "num_workers = 0"),
     bad(
         "validation_has_one_length",
         "validation.steps=5 validation.enable validation.dataset=embedded_validation validation.samples=9",
-        "batches of a rank",
-        "leave one of the two out",
+        "batches per rank",
+        "remove one of the two",
     ),
     bad("supported_options", "model.converters=mx", "compute capability 10.0"),
     bad("supported_options", "model.converters=quantize.linear.mx", "compute capability 10.0"),
@@ -109,7 +109,7 @@ MODEL = [
     bad(
         "device_has_dtype",
         "training.mixed_precision_param=bfloat16",
-        "Tesla V100 has no bfloat16",
+        "Tesla V100 does not support bfloat16",
         '"float32"',
         hardware=V100,
     ),
@@ -137,17 +137,17 @@ MESH = [
         world=6,
     ),
     bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", key=SHARD, world=6),
-    bad("elastic_meshes_are_meshes", f"{MESHES}=dp_shard=2,dp=3", "'dp=3' is no mesh", "dp_shard=3 tp=2"),
+    bad("elastic_meshes_are_meshes", f"{MESHES}=dp_shard=2,dp=3", "'dp=3' is not a mesh", "dp_shard=3 tp=2"),
     bad("batch_divides", "training.global_batch_size=16", "data-parallel degree 3", "set it to 15", world=3),
     bad("batch_divides", "training.global_batch_size=2", "set it to 4", "of 1 or 2", world=4),
 ]
 
 FILES = [
     bad("corpus_readable", "training.dataset=c5", "embedded"),
-    bad("idle_datasets_exist", "validation.dataset=c5", "no dataset of this name"),
+    bad("unused_dataset_names_exist", "validation.dataset=c5", "no dataset of this name"),
     bad("corpus_readable", "training.dataset_path=none.txt", "no such file"),
     bad("corpus_readable", "training.dataset_path=~no-one-here/a.txt", "no such file"),
-    bad("corpus_readable", "training.dataset_path=", "names no file"),
+    bad("corpus_readable", "training.dataset_path=", "contains no file name"),
     bad(
         "corpus_readable",
         "training.dataset_path=a.jsonl",
@@ -168,7 +168,7 @@ FILES = [
         prepare=write("a.jsonl", '{"input": "x"}\n'),
     ),
     bad("folders_writable", "job.dump_folder=a/b/run", "a is not a folder", prepare=write("a", "")),
-    bad("folders_writable", "data.cache_folder=a/cache", "cannot be written to", prepare=write_protect),
+    bad("folders_writable", "data.cache_folder=a/cache", "is not writable", prepare=write_protect),
     bad("folders_writable", "job.dump_folder=", "is empty"),
     bad(
         "folders_writable",
@@ -185,12 +185,12 @@ FILES = [
     bad("folders_writable", "metrics.prometheus_file=/dev/null/a.prom", "/dev/null is not a folder"),
     bad("folders_writable", "job.save_config_file=/dev/null/a.toml", "/dev/null is not a folder"),
     bad(
-        "saved_config_has_a_name",
+        "saved_config_name_usable",
         "job.save_config_file=a job.dump_folder=.",
         "a is a folder",
         prepare=lambda folder: (folder / "a").mkdir(),
     ),
-    bad("saved_config_has_a_name", "job.save_config_file=metrics.jsonl", "the run itself writes"),
+    bad("saved_config_name_usable", "job.save_config_file=metrics.jsonl", "the run itself writes"),
     bad("folders_writable", "job.dump_folder=~no-one-here/run", "no user no-one-here"),
     bad(
         "folders_writable",
@@ -224,22 +224,22 @@ CHECKPOINT = [
     bad("options_act", "checkpoint.hf_export_interval=500", "with checkpoint.enable = false"),
     bad("options_act", "job.time_limit=60", "with checkpoint.enable = false"),
     bad(
-        "saves_are_made",
+        "checkpoints_can_be_saved",
         "checkpoint.keep_every_n=700 checkpoint.interval=200 checkpoint.enable",
         "checkpoint.interval, which is 200",
         "the nearest is 800",
     ),
-    bad("saves_are_made", "checkpoint.keep_best checkpoint.enable", "there is no validation"),
+    bad("checkpoints_can_be_saved", "checkpoint.keep_best checkpoint.enable", "there is no validation"),
     bad(
-        "saves_are_made",
+        "checkpoints_can_be_saved",
         "checkpoint.keep_best checkpoint.enable checkpoint.interval=4 validation.enable validation.freq=6",
         "saves every 4 steps",
         "multiple of 4",
     ),
     bad(
-        "saves_are_made",
+        "checkpoints_can_be_saved",
         "checkpoint.async_mode=async_with_pinned_mem checkpoint.enable",
-        "this is a CPU",
+        "this device is a CPU",
         'set it to "async"',
     ),
     bad(
@@ -248,10 +248,10 @@ CHECKPOINT = [
         "checkpoint.load_only = true",
     ),
     bad(
-        "saves_are_made",
+        "checkpoints_can_be_saved",
         "checkpoint.create_seed_checkpoint checkpoint.enable",
-        "has step 6 already",
-        "leave it out",
+        "already has step 6",
+        "remove it",
         prepare=lambda folder: (save(folder, 4), save(folder, 6)),
     ),
     bad("checkpoint_complete", "checkpoint.load_step=5 checkpoint.enable", "step-5", "are: none"),
@@ -272,18 +272,18 @@ CHECKPOINT = [
         prepare=lambda folder: (save(folder, 5) / "__0_0.distcp").write_bytes(b""),
     ),
     bad(
-        "checkpoint_is_whole",
+        "checkpoint_has_full_model",
         "checkpoint.initial_load_path=outputs/checkpoint/step-5 checkpoint.enable job.dump_folder=other",
-        "holds an adapter, and no model",
+        "contains an adapter but no model",
         "convert_weights merge",
         prepare=lambda folder: save(folder, 5, model={}, base={"place": "m", "fingerprint": ""}),
     ),
     bad(
-        "checkpoint_is_whole",
+        "checkpoint_has_full_model",
         "checkpoint.initial_load_path=outputs/checkpoint/step-5 checkpoint.initial_load_model_only=false "
         "finetune.adapter=lora checkpoint.enable job.dump_folder=other",
         "finetune.adapter_path = outputs/checkpoint/step-5",
-        "either way set checkpoint.initial_load_model_only = true: optimizer, step",
+        "in both cases set checkpoint.initial_load_model_only = true, because optimizer, step",
         prepare=lambda folder: save(
             folder, 5, base={"place": "m", "fingerprint": ""}, config=_saved_finetune(adapter="lora")
         ),
@@ -297,7 +297,7 @@ CHECKPOINT = [
     bad(
         "checkpoint_trains_the_same",
         "finetune.lora.rank=4 finetune.adapter=lora checkpoint.enable",
-        "is of a run with finetune.lora.rank = 16",
+        "is from a run with finetune.lora.rank = 16",
         "set it as in that run",
         prepare=lambda folder: save(folder, 5, config=_saved_finetune(adapter="lora", lora={"rank": 16})),
     ),
@@ -339,7 +339,7 @@ CHECKPOINT = [
         "checkpoint_fits_model",
         "model.norm_eps=1e-4 checkpoint.enable",
         "rope_theta 10000.0 (this model: 500000.0), rope_scaling {'factor': 4.0} (this model: ",
-        "giving model.rope_theta, model.rope_scaling_factor changes it on purpose",
+        "set model.rope_theta, model.rope_scaling_factor to change it on purpose",
         key="checkpoint.load_step",
         prepare=lambda folder: save(
             folder, 5, model={"rope_theta": 1e4, "rope_scaling": {"factor": 4.0}, "norm_eps": 1e-5}
@@ -348,7 +348,7 @@ CHECKPOINT = [
     bad(
         "checkpoint_has_optimizer",
         "checkpoint.enable",
-        "holds only the model",
+        "contains only the model",
         "initial_load_path",
         key="checkpoint.load_step",
         prepare=lambda folder: save(folder, 5, model_only=True, loader=None),
@@ -385,7 +385,7 @@ CHECKPOINT = [
     bad(
         "stream_resumable",
         "data.streaming training.dataset_path=a.txt,b.txt training.global_batch_size=9 checkpoint.enable",
-        "shards of 2 files are 1",
+        "splits 2 files into 1 shards",
         "set it to 8",
         key="training.global_batch_size",
         prepare=lambda folder: [
@@ -404,7 +404,7 @@ CHECKPOINT = [
     bad(
         "steps_are_counted_on",
         "checkpoint.exclude_from_loading=train_state checkpoint.enable",
-        "beside step-5",
+        "next to step-5",
         'initial_load_path = "outputs/checkpoint/step-5"',
         prepare=lambda folder: save(folder, 5),
     ),
@@ -412,7 +412,7 @@ CHECKPOINT = [
         "data_position_fits",
         "debug.seed=7 checkpoint.enable checkpoint.exclude_from_loading=dataloader",
         "counted with 3",
-        'anew in another job.dump_folder, with checkpoint.initial_load_path = "outputs/checkpoint/step-5"',
+        'in another job.dump_folder, with checkpoint.initial_load_path = "outputs/checkpoint/step-5"',
         prepare=lambda folder: save(
             folder, 5, loader={"seed": 3}, config='[checkpoint]\nexclude_from_loading = ["dataloader"]\n'
         ),
@@ -607,28 +607,28 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
 @pytest.mark.parametrize(
     ("flags", "world", "hardware", "note"),
     [
-        (["--training.global_batch_size=-1"], 2, CPU, "which on this mesh is 16"),
-        (["--training.global_batch_size=14"], 1, CPU, "taken 7 at a time"),
+        (["--training.global_batch_size=-1"], 2, CPU, "which is 16 on this mesh"),
+        (["--training.global_batch_size=14"], 1, CPU, "split into micro-batches of 7"),
         (["--training.mixed_precision_param=bfloat16"], 1, OLD_CPU, "float32 is faster"),
         (["--training.steps=10"], 1, CPU, "warmup_steps 200 is shortened to the 10 steps"),
         (["--training.steps=400", "--lr_scheduler.decay_ratio=0.8"], 1, CPU, "shortened to the 200 after"),
         (["--parallelism.fsdp_wrap_policy=size"], 2, CPU, "a block has 852,480"),
-        (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "nothing without several micro-batches"),
-        (["--training.cpu_fast_paths=false"], 1, V100, "cpu_fast_paths does nothing without a CPU"),
+        (["--parallelism.fsdp_sync_each_batch=false"], 2, CPU, "no effect without several micro-batches"),
+        (["--training.cpu_fast_paths=false"], 1, V100, "cpu_fast_paths has no effect without a CPU"),
         (
             ["--parallelism.fsdp_backward_prefetch=2"],
             1,
             CPU,
-            "fsdp_backward_prefetch does nothing without parameters sharded",
+            "fsdp_backward_prefetch has no effect without parameters sharded",
         ),
-        (["--training.mixed_precision_output=float32"], 1, CPU, "hands out none"),
-        (["--training.dataset=c4_test"], 1, CPU, "c4_test is not C4 here but a stand-in: the books"),
-        (["--validation.enable", "--validation.seq_len=256"], 1, CPU, "own name is embedded_validation"),
+        (["--training.mixed_precision_output=float32"], 1, CPU, "training returns no logits"),
+        (["--training.dataset=c4_test"], 1, CPU, "c4_test is not C4 here but a stand-in, the included books"),
+        (["--validation.enable", "--validation.seq_len=256"], 1, CPU, "also named embedded_validation"),
         (
             [f"--training.dataset_path={ROOT}/toolkit/data/embedded", "--training.dataset=c4"],
             1,
             CPU,
-            "training.dataset c4 (--training.dataset) gives way to training.dataset_path",
+            "training.dataset c4 (--training.dataset) is overridden by training.dataset_path",
         ),
         (
             [
@@ -638,15 +638,15 @@ def test_what_cannot_be_used_ends_in_3(flag: str, error: type[Exception], folder
             ],
             1,
             CPU,
-            "training.dataloader.prefetch_factor does nothing with data.streaming",
+            "training.dataloader.prefetch_factor has no effect with data.streaming",
         ),
         (["--compile.enable"], 1, CPU, "the first step compiles"),
-        ([f"--{MESHES}=dp_shard=2"], 1, CPU, "does nothing without NNODES=MIN:MAX"),
+        ([f"--{MESHES}=dp_shard=2"], 1, CPU, "has no effect without NNODES=MIN:MAX"),
         (
             ["--validation.enable", "--validation.dataset=embedded_validation", "--validation.steps=3"],
             2,
             CPU,
-            "on this mesh 48 samples in all",
+            "48 samples in total on this mesh",
         ),
     ],
 )
@@ -660,7 +660,7 @@ def test_meshes_of_a_fixed_number_of_nodes_are_noted(folder: Path, monkeypatch: 
     for nodes, noted in (("2:2", True), ("1:2", False)):
         monkeypatch.setenv("NNODES", nodes)
         said = notes(configure([f"--{MESHES}=dp_shard=2"]), world_size=1, hardware=CPU)
-        assert any("does nothing without NNODES=MIN:MAX" in line for line in said) == noted
+        assert any("has no effect without NNODES=MIN:MAX" in line for line in said) == noted
 
 
 def test_a_clean_run_has_no_notes(folder: Path) -> None:

@@ -421,6 +421,6 @@ def test_the_line_for_a_machine_without_gpus_passes_the_checks_and_the_other_say
     assert (
         refused.returncode == 2
         and "enable_cpu_offload" in refused.stderr
-        and "does nothing without a GPU" in refused.stderr
+        and "has no effect without a GPU" in refused.stderr
     )
     assert tried.returncode == 0 and "FULL_SHARD" in tried.stdout

@@ -1,4 +1,4 @@
-"""tools/prepare_data.py: every corpus of a config is tokenised ahead of time, and runs then do not."""
+"""tools/prepare_data.py: every corpus of a config is tokenized ahead of time, and runs then do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = re.compile(r"\[(\S+)\] (\S+) documents, (\S+) tokens, (\S+) bytes, (\S+) 
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    """A mixture of two corpora, validated on a third; a run may tokenise none of them itself."""
+    """A mixture of two corpora, validated on a third; a run may tokenize none of them itself."""
     for name in ("code", "prose", "held_out"):
         rows = [json.dumps({"text": f"{name} {number} " * 40}) + "\n" for number in range(200)]
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
@@ -90,7 +90,7 @@ def test_what_is_left_out_of_a_folder_is_told(
     assert prepare_data.main(words) == EXIT_FINISHED
     told = capfd.readouterr()
     assert "[data.mixture.code] 9 documents" in told.out
-    assert "train.json (split train) is taken, and left out: test.json (split test)" in told.err
+    assert "train.json (split train) is used, and skipped: test.json (split test)" in told.err
     assert prepare_data.main([*words, "--data.mixture.code.dataset_split=test"]) == EXIT_FINISHED
     assert "[data.mixture.code] 2 documents" in capfd.readouterr().out
 
@@ -99,10 +99,10 @@ def test_a_second_time_it_finds_what_is_there(config_file: Path, capfd: pytest.C
     words = [f"--job.config_file={config_file}", "--processes=1", "--data.max_inline_gb=1"]
     assert prepare_data.main(words) == EXIT_FINISHED
     first = capfd.readouterr()
-    assert first.err.count("tokenising") == 3
+    assert first.err.count("tokenizing") == 3
     assert prepare_data.main(words) == EXIT_FINISHED
     second = capfd.readouterr()
-    assert "tokenising" not in second.err and second.out.count("documents") == 3
+    assert "tokenizing" not in second.err and second.out.count("documents") == 3
 
 
 def test_verify_reads_all_and_builds_again_what_is_damaged(
@@ -127,8 +127,8 @@ def test_verify_reads_all_and_builds_again_what_is_damaged(
     [
         (["--trainig.dataset=c4_test"], EXIT_CONFIG, "did you mean"),
         (["--process=3"], EXIT_CONFIG, "--process"),
-        (["--data.streaming"], EXIT_CONFIG, "drawn by their lengths"),
-        (["--data.mixture.code.dataset_split=test"], EXIT_CONFIG, "no split to choose"),
+        (["--data.streaming"], EXIT_CONFIG, "needs the lengths"),
+        (["--data.mixture.code.dataset_split=test"], EXIT_CONFIG, "no split to select"),
         (["--data.mixture.code.dataset_path=none.txt"], EXIT_DATA, "no such file"),
         (["--model.hf_assets_path=none"], EXIT_DATA, "none"),
         (["--data.text_column=body"], EXIT_DATA, "it has 'text'"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
-from toolkit.data.tokenizers.added import extended
+from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
 from toolkit.weights.open import open_weights
@@ -58,7 +58,7 @@ def test_a_text_ends_where_the_chat_template_ends_an_answer(tmp_path: Path, plac
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     tokens = ["<|assistant|>", "<|done|>"]
     original = TOKENIZER.parent / "tokenizer_json"
-    copy = extended(original, tmp_path, tokens=tokens)
+    copy = extend_tokenizer(original, tmp_path, tokens=tokens)
     tokenizer = load_tokenizer(copy)
     alone = [*tokenizer.stop_ids]
     assert tokenizer_companions(copy).tokens.eos == (alone if len(alone) > 1 else tokenizer.eos_id)

@@ -1,5 +1,5 @@
-"""Words of a command line as settings: ``--table.key value``, ``--table.key=value``, ``--table.key``, and for
-false ``--table.no-key``; hyphens may stand for the underscores of tables and keys."""
+"""Parse command-line settings: ``--table.key value``, ``--table.key=value``, ``--table.key`` for true and
+``--table.no-key`` for false; hyphens may replace underscores of tables and keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from toolkit.config.values import Setting, parse
 from toolkit.errors import Problem
 
 _SHORTHANDS = {"--debug": "--job.debug"}
-_BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # all but two are then refused
+_BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # all but two are then rejected
 
 
 @dataclass
 class Arguments:
-    """``help`` is the table that ``--help`` asks about, "" for all, None without ``--help``."""
+    """Parsed arguments. ``help`` is the argument of ``--help``, "" if it has none, None without
+    ``--help``."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -24,7 +25,7 @@ class Arguments:
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Read flags; the last of several for one key counts. Nothing is validated beyond the names."""
+    """Parse flags; the last one for a key wins. Only the names are validated."""
     arguments = Arguments()
     words = list(argv)
     while words:
@@ -37,10 +38,10 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             arguments.problems.append(_stray(word, words))
             continue
         flag, equals, text = word.partition("=")
-        key = _spelled(flag.removeprefix("--"))
+        key = _normalize(flag.removeprefix("--"))
         known = find_field(key)
-        if known is None and not equals and (denied := _denied(key)):
-            arguments.settings[denied.key] = Setting(False, flag)
+        if known is None and not equals and (negated := _negated(key)):
+            arguments.settings[negated.key] = Setting(False, flag)
             continue
         if known is None:
             from toolkit.config.did_you_mean import unknown_key
@@ -48,7 +49,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             value = text if equals else _take_value(words)
             arguments.problems.append(unknown_key(key, value, flag))
             continue
-        value = text if equals else _following(words, known)
+        value = text if equals else _take_value_for(words, known)
         if value is None:
             arguments.problems.append(Problem(f"{flag} needs a value", f"write {flag} VALUE", key, "", flag))
             continue
@@ -56,23 +57,23 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     return arguments
 
 
-def _spelled(key: str) -> str:
-    """A dotted key with underscores for hyphens, save in names that users give."""
+def _normalize(key: str) -> str:
+    """Replace hyphens in a dotted key by underscores, except in names that users choose."""
     parts: list[str] = []
     for part in key.split("."):
         parts.append(part if is_group(".".join(parts)) else part.replace("-", "_"))
     return ".".join(parts)
 
 
-def _denied(key: str) -> Field | None:
-    """The boolean of which ``table.no_key`` says that it is false."""
+def _negated(key: str) -> Field | None:
+    """Return the boolean field that ``table.no_key`` sets to false."""
     table, _, name = key.rpartition(".")
     field = find_field(f"{table}.{name.removeprefix('no_')}") if name.startswith("no_") else None
     return field if field and field.annotation in (bool, bool | None) else None
 
 
-def _following(words: list[str], known: Field) -> str | None:
-    """Take the value from the next word; a boolean without one is true."""
+def _take_value_for(words: list[str], known: Field) -> str | None:
+    """Take the value from the next word; a boolean without a value is true."""
     if known.annotation is bool and not (words and words[0].lower() in _BOOLEAN_WORDS):
         return "true"
     return _take_value(words)
@@ -84,12 +85,12 @@ def _take_value(words: list[str]) -> str | None:
 
 def _stray(word: str, words: list[str]) -> Problem:
     if word.endswith(".toml"):
-        return Problem(f"{word!r} stands alone", f"write --job.config_file {word}")
+        return Problem(f"{word!r} is not a flag", f"write --job.config_file {word}")
     flag = f"-{word}"
-    if find_field(_spelled(flag.partition("=")[0].removeprefix("--"))):
+    if find_field(_normalize(flag.partition("=")[0].removeprefix("--"))):
         if "=" not in flag:
             _take_value(words)
-        return Problem(f"{word!r} has one dash", f"write {flag}")
+        return Problem(f"{word!r} has only one dash", f"write {flag}")
     return Problem(
         f"{word!r} belongs to no flag",
         "write --table.key value; lists as a,b without spaces; quote a value that has spaces",

@@ -1,7 +1,7 @@
-"""Importing the module that ``job.custom_import`` names, and telling where its code fails.
+"""Import of the module in ``job.custom_import``, with errors that point to the user's code.
 
-It is imported before the configuration is checked, by the launcher and by every rank, and calls the functions
-of ``toolkit/extensions``.
+The launcher and every rank import it before the configuration is validated. It calls the functions of
+``toolkit/extensions``.
 """
 
 from __future__ import annotations
@@ -22,70 +22,71 @@ _TOOLKIT = os.path.join(Path(__file__).parents[1], "")
 
 
 def import_module(setting: Setting) -> bool:
-    """Import the module that ``setting`` names; False where it is imported already.
+    """Import the module that ``setting`` names; returns False if it is already imported.
 
     Raises:
-        ConfigError: there is no such module, or it raises an error: with its file and line.
+        ConfigError: There is no such module, or it raises an error, which is reported with file and line.
     """
     name = setting.value
     if not isinstance(name, str) or not name:
         return False
-    if misnamed := _misnamed(name):
-        raise ConfigError(Problem(*misnamed, KEY, name, setting.origin))
+    if invalid := _invalid_name(name):
+        raise ConfigError(Problem(*invalid, KEY, name, setting.origin))
     if name in sys.modules:
         return False
     try:
         module = importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's module does wrong, sys.exit() too
-        raise ConfigError(Problem(*_described(error, name), KEY, name, setting.origin)) from error
+    except BaseException as error:  # any error of a user's module, including sys.exit()
+        raise ConfigError(Problem(*_describe(error, name), KEY, name, setting.origin)) from error
     if module.__file__ is None:
-        rule = f"{list(module.__path__)[0]} has no __init__.py, so that nothing of it is imported"
-        fix = "import there the files that register something, or name one of them"
+        rule = f"{list(module.__path__)[0]} has no __init__.py, so nothing in it is imported"
+        fix = "add one that imports the files which register components, or set one of the files"
         raise ConfigError(Problem(rule, fix, KEY, name, setting.origin))
     return True
 
 
-def misused(config: Config, key: str, name: str, made: Any, rule: str) -> ConfigError:
-    """The error of ``made``, which ``name`` of ``key`` stands for and which breaks a ``rule`` of its kind."""
+def component_error(config: Config, key: str, name: str, made: Any, rule: str) -> ConfigError:
+    """Return the error for a registered object ``made``, selected by ``key = name``, that breaks a
+    ``rule``."""
     code = getattr(made, "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
     return ConfigError(Problem(f"{where}{rule}", "correct the module", key, name, config.origin(key)))
 
 
-def place_of(error: BaseException) -> str:
-    """The file and line where a user's code has raised an error, empty where no such code was reached.
+def user_location(error: BaseException) -> str:
+    """Return "file:line: " of the user's code that raised an error, or "" if none was reached.
 
-    It is the call where the toolkit refuses one.
+    If the toolkit raised it, this is the user's call.
     """
-    place = ""
+    location = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename.startswith(_TOOLKIT):
-            if place:
+            if location:
                 break
         elif "importlib" not in frame.filename:
-            place = f"{frame.filename}:{frame.lineno}: "
-    return place
+            location = f"{frame.filename}:{frame.lineno}: "
+    return location
 
 
-def _misnamed(name: str) -> tuple[str, str] | None:
-    """The rule and the fix of a name that no module of a user's can have."""
+def _invalid_name(name: str) -> tuple[str, str] | None:
+    """Return rule and fix for a name that cannot be a user's module."""
     if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
-        fix = "name one module as import does, such as my_package or my_package.file"
-        return "is no name of a module", fix
+        fix = "write one module name as in an import, such as my_package or my_package.file"
+        return "is not a module name", fix
     if name.partition(".")[0] in sys.stdlib_module_names:
-        return "is a module of Python itself", "give yours another name"
+        return "is a module of Python's standard library", "rename your module"
     return None
 
 
-def _described(error: BaseException, name: str) -> tuple[str, str]:
-    """The rule and the fix of an error at import."""
+def _describe(error: BaseException, name: str) -> tuple[str, str]:
+    """Return rule and fix for an error during import."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-        rule = f"there is no module {error.name} to import"
-        return rule, "put the folder that holds it into PYTHONPATH, or correct the name"
-    where = place_of(error)
+        rule = f"there is no module {error.name}"
+        return rule, "add the folder that contains it to PYTHONPATH, or correct the name"
+    where = user_location(error)
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}: "
-    said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    return f"{where}{type(error).__name__}: {said}", "correct the module"
+    message = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return f"{where}{type(error).__name__}: {message}", "correct the module"

@@ -1,4 +1,4 @@
-"""Guess which name a user meant by one that does not exist."""
+"""Suggestions for unknown keys and tables."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ RENAMED = {
     "validation.enabled": "validation.enable",
     "float8": "quantize.linear.float8",
 }
-"""Keys and tables of older torchtitan releases whose new name does not look like the old one."""
+"""Keys and tables of older torchtitan releases with new names that do not look similar."""
 
 
 def unknown_key(key: str, value: object, origin: str) -> Problem:
-    """Describe a dotted key, or a table, that the schema does not have."""
+    """Describe a dotted key or table that the schema does not have."""
     table, _, name = key.rpartition(".")
     if find_table(key) or is_group(key):
         rule = f"{key} is a table"
-        return Problem(rule, f"name one of its keys; --help {key} lists them", key, value, origin)
+        return Problem(rule, f"set one of its keys; --help {key} lists them", key, value, origin)
     if isinstance(value, dict):
         rule = f"there is no table [{key}]"
         meant = closest(key, tables())
         otherwise = f"the tables are {', '.join(tables())}"
-    elif found := find_table(table):
+    elif table_class := find_table(table):
         rule = f"[{table}] has no key {name}"
-        near = closest(name, found.model_fields)
+        near = closest(name, table_class.model_fields)
         meant = f"{table}.{near}" if near else _elsewhere(name)
-        otherwise = f"leave it out; --help {table} lists the keys of [{table}]"
-    elif (whole := find_field(table)) and takes_pairs(whole.annotation):
-        rule = f"{table} is given whole, in one flag"
+        otherwise = f"remove it; --help {table} lists the keys of [{table}]"
+    elif (field := find_field(table)) and takes_pairs(field.annotation):
+        rule = f"{table} must be set in one flag"
         return Problem(rule, f"write --{table} {name}={value}, more pairs after commas", key, value, origin)
     elif table:
         rule = f"there is no table [{table}]"
         meant = closest(key, fields_by_key()) or _elsewhere(name)
         otherwise = f"the tables are {', '.join(tables())}"
     else:
-        rule = f"every key stands in a table, but {name!r} does not"
+        rule = f"every key belongs to a table, but {name!r} does not"
         meant = _elsewhere(name) or closest(key, fields_by_key())
-        otherwise = "leave it out; --help lists all keys"
+        otherwise = "remove it; --help lists all keys"
     meant = RENAMED.get(key) or meant
     return Problem(rule, f"did you mean {meant}?" if meant else otherwise, key, value, origin)
 
 
 def _elsewhere(name: str) -> str:
-    """Return the keys of this name in any table."""
+    """Return the keys of this name in any table, joined by "or"."""
     return " or ".join(key for key in fields_by_key() if key.rpartition(".")[2] == name)

@@ -8,16 +8,16 @@ from annotated_types import Interval, Len, Lt
 
 from toolkit.config.types import (
     MAX_CLASSES,
-    ActsWith,
     LocalPath,
     NonNegative,
+    OnlyWith,
     Positive,
     PositiveFloat,
     Size,
     Table,
 )
 
-_WITH_ADAPTER = ActsWith("finetune.adapter", ("lora", "prefix_tuning", "llama_adapter"), refused=True)
+_WITH_ADAPTER = OnlyWith("finetune.adapter", ("lora", "prefix_tuning", "llama_adapter"), rejected=True)
 _BLOCK_LINEARS = ["wq", "wv"]
 
 
@@ -68,18 +68,18 @@ class LlamaAdapter(Table):
     """head: tanh of one scalar per head, as in the paper; layer: one plain scalar per layer, as in PEFT."""
 
 
-_CLASSES = ActsWith("finetune.classification.num_labels", above=1, refused=True)
+_CLASSES = OnlyWith("finetune.classification.num_labels", above=1, rejected=True)
 
 
 class Classification(Table):
-    """A sequence classification head in place of the language model head, trained on labeled text."""
+    """A sequence classification head instead of the language model head, trained on labeled text."""
 
     num_labels: Annotated[int, Interval(ge=0, le=MAX_CLASSES)] = 0
     """Number of classes, two or more; 0 trains a language model."""
     hidden_sizes: Annotated[list[Size], Len(max_length=8), _CLASSES] = []
     """Sizes of fully connected layers before the scores, each followed by SiLU. Hugging Face has none."""
     label_names: Annotated[list[str], _CLASSES] = []
-    """Class names, in order. Exported to config.json (id2label), and accepted as labels in place of numbers.
+    """Class names, in order. Exported to config.json (id2label), and accepted as labels instead of numbers.
     Empty: LABEL_0, LABEL_1 and so on."""
     label_column: Annotated[str, _CLASSES] = "label"
     """Column with the class, as a number from 0 or a name; the text is in data.text_column."""
@@ -99,13 +99,13 @@ class DPO(Table):
     """Loss per pair, named as in trl: sigmoid (original DPO), hinge (SLiC) or ipo (Azar et al. 2023,
     arXiv:2310.12036), which averages over the tokens of an answer."""
     label_smoothing: Annotated[
-        float, Interval(ge=0, le=0.5), ActsWith(".loss_type", ("sigmoid",), refused=True)
+        float, Interval(ge=0, le=0.5), OnlyWith(".loss_type", ("sigmoid",), rejected=True)
     ] = 0.0
     """Assumed fraction of pairs with flipped preference (conservative DPO), for loss_type sigmoid."""
 
 
 class Finetune(Table):
-    """Which parameters are trained; all, by default."""
+    """Choice of the trained parameters; all, by default."""
 
     adapter: Literal["none", "lora", "prefix_tuning", "llama_adapter"] = "none"
     """Adapter to add. Only its parameters are trained; configure it in finetune.lora and so on."""
@@ -125,12 +125,12 @@ class Finetune(Table):
     """Number of blocks to freeze, counted from the first; the embedding is frozen with them."""
     freeze_last_layers: NonNegative = 0
     """Number of blocks to freeze, counted from the last."""
-    lora: Annotated[LoRA, ActsWith("finetune.adapter", ("lora",))] = LoRA()
-    prefix_tuning: Annotated[PrefixTuning, ActsWith("finetune.adapter", ("prefix_tuning",))] = PrefixTuning()
-    llama_adapter: Annotated[LlamaAdapter, ActsWith("finetune.adapter", ("llama_adapter",))] = LlamaAdapter()
+    lora: Annotated[LoRA, OnlyWith("finetune.adapter", ("lora",))] = LoRA()
+    prefix_tuning: Annotated[PrefixTuning, OnlyWith("finetune.adapter", ("prefix_tuning",))] = PrefixTuning()
+    llama_adapter: Annotated[LlamaAdapter, OnlyWith("finetune.adapter", ("llama_adapter",))] = LlamaAdapter()
     classification: Classification = Classification()
 
-    dpo: Annotated[DPO, ActsWith("finetune.objective", ("dpo",))] = DPO()
+    dpo: Annotated[DPO, OnlyWith("finetune.objective", ("dpo",))] = DPO()
 
     @property
     def adds(self) -> bool:

@@ -1,4 +1,4 @@
-"""The text of ``--help``, made from the schema."""
+"""The text of ``--help``, generated from the schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typing
 from typing import Annotated, Any, Literal
 
 from toolkit.config.schema import Field, fields, schema_name, tables
-from toolkit.config.types import NONE, ActsWith, Needs, RefusedValues
+from toolkit.config.types import NONE, Needs, OnlyWith, UnsupportedValues
 from toolkit.config.values import format_toml
 from toolkit.errors import ConfigError, Problem, did_you_mean
 
@@ -16,10 +16,10 @@ _USAGE = """\
 usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]
        python -m toolkit.preflight [FILE.toml] [--world-size N] [--table.key VALUE ...]
 
-  --table.key VALUE   or --table.key=VALUE sets a key over the file; booleans also as --table.key and
-                      --table.no-key; lists as a,b; None where a key may be None; hyphens may stand for
+  --table.key VALUE   or --table.key=VALUE overrides a key of the file; booleans also as --table.key and
+                      --table.no-key; lists as a,b; None where a key may be None; hyphens may replace
                       underscores
-  --help [TABLE]      this text, for one table
+  --help [TABLE]      show this text, or the keys of one table
   --job.print_config  print the resolved config, with the origin of each value
   --debug             show tracebacks (same as --job.debug)
 """
@@ -28,10 +28,10 @@ _SHORT = {bool: "bool", int: "int", float: "float", str: "str", types.NoneType: 
 
 
 def help_text(table: str = "") -> str:
-    """List the keys of ``table`` and the tables inside it, or of all, with type, default and meaning.
+    """Return the keys of ``table`` and its nested tables, or all keys, with type, default and description.
 
     Raises:
-        ConfigError: there is no such table.
+        ConfigError: There is no such table.
     """
     inside = f"{schema_name(table)}."
     chosen = [field for field in fields() if not table or f"{field.key}.".startswith(inside)]
@@ -58,12 +58,12 @@ def help_text(table: str = "") -> str:
 def _entry(field: Field) -> str:
     head = f"  --{field.key} {_short_type(field.annotation)}  (default {_default(field)})"
     return "\n".join(
-        [head, *textwrap.wrap(meaning(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        [head, *textwrap.wrap(describe(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     )
 
 
 def _short_type(annotation: Any) -> str:
-    """Name a type: ``int``, ``a|b``, ``str,…`` for a list."""
+    """Abbreviate a type: ``int``, ``a|b``, ``[str,…]`` for a list."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _short_type(arguments[0])
@@ -82,11 +82,11 @@ def _default(field: Field) -> str:
     return "None" if field.default is None else format_toml(field.default)
 
 
-def meaning(field: Field) -> str:
-    """Describe a key, and say where it does not act."""
-    refused = [mark for mark in field.marks if isinstance(mark, RefusedValues)]
-    notes = [f"[not {' or '.join(map(format_toml, mark.values))}: {mark.reason}]" for mark in refused]
-    switches = [str(mark) for mark in field.marks if isinstance(mark, ActsWith)]
-    acts = [f"[acts with {' or '.join(dict.fromkeys(switches))}]"] if switches else []
+def describe(field: Field) -> str:
+    """Return a key's description, with the conditions under which it has an effect."""
+    unsupported = [mark for mark in field.marks if isinstance(mark, UnsupportedValues)]
+    notes = [f"[not {' or '.join(map(format_toml, mark.values))}: {mark.reason}]" for mark in unsupported]
+    switches = [str(mark) for mark in field.marks if isinstance(mark, OnlyWith)]
+    only = [f"[only with {' or '.join(dict.fromkeys(switches))}]"] if switches else []
     needed = [f"[needs {mark.what}]" for mark in field.marks if isinstance(mark, Needs)]
-    return " ".join([field.description, *notes, *acts, *needed])
+    return " ".join([field.description, *notes, *only, *needed])

@@ -8,28 +8,28 @@ from annotated_types import Gt, Interval
 
 from toolkit.config.types import (
     MAX_INT,
-    ActsWith,
     LocalPath,
     Needs,
     NonNegative,
+    OnlyWith,
     Positive,
     PositiveFloat,
-    RefusedValues,
     Seconds,
     Table,
+    UnsupportedValues,
 )
 
-_PROFILER = ActsWith("profiling.enable_profiling")
-_SNAPSHOT = ActsWith("profiling.enable_memory_snapshot")
-_SAVES = ActsWith("checkpoint.enable", refused=True)
-_LAST_IN_HF = ActsWith("checkpoint.last_save_in_hf", refused=True)
-_EXPORTS = ActsWith("checkpoint.last_save_in_hf")
-_EXPORTS_TOO = ActsWith("checkpoint.hf_export_interval", above=0)
-_WEIGHTS_ALONE = ActsWith("checkpoint.last_save_model_only")
-_SPIKES = ActsWith("health.loss_spike_policy", ("stop", "skip", "rollback"))
-_SKIPS, _SKIPS_TOO = (ActsWith(f"health.{it}_policy", ("skip", "rollback")) for it in ("nan", "loss_spike"))
-_NOT_LOAD_ONLY, _SAVED = (ActsWith("checkpoint.load_only", (False,), refused=it) for it in (False, True))
-_RECORDER = ActsWith("comm.trace_buf_size", above=0)
+_PROFILER = OnlyWith("profiling.enable_profiling")
+_SNAPSHOT = OnlyWith("profiling.enable_memory_snapshot")
+_SAVES = OnlyWith("checkpoint.enable", rejected=True)
+_LAST_IN_HF = OnlyWith("checkpoint.last_save_in_hf", rejected=True)
+_EXPORTS = OnlyWith("checkpoint.last_save_in_hf")
+_EXPORTS_TOO = OnlyWith("checkpoint.hf_export_interval", above=0)
+_WEIGHTS_ALONE = OnlyWith("checkpoint.last_save_model_only")
+_SPIKES = OnlyWith("health.loss_spike_policy", ("stop", "skip", "rollback"))
+_SKIPS, _SKIPS_TOO = (OnlyWith(f"health.{it}_policy", ("skip", "rollback")) for it in ("nan", "loss_spike"))
+_NOT_LOAD_ONLY, _SAVED = (OnlyWith("checkpoint.load_only", (False,), rejected=it) for it in (False, True))
+_RECORDER = OnlyWith("comm.trace_buf_size", above=0)
 
 
 class Job(Table):
@@ -68,7 +68,7 @@ class Profiling(Table):
     """Steps per trace."""
     profiler_warmup: Annotated[NonNegative, _PROFILER] = 3
     """Warmup steps of the profiler before each trace."""
-    enable_memory_snapshot: Annotated[bool, Needs("a GPU", refused=True)] = False
+    enable_memory_snapshot: Annotated[bool, Needs("a GPU", rejected=True)] = False
     """Write the CUDA allocator's history every profile_freq steps and when memory runs out."""
     save_memory_snapshot_folder: Annotated[str, _SNAPSHOT, LocalPath()] = "memory_snapshot"
     """Folder of the snapshots, inside job.dump_folder."""
@@ -83,7 +83,7 @@ class Metrics(Table):
     """Write TensorBoard events (torchtitan's default is false)."""
     disable_color_printing: bool = False
     """Print console lines without color."""
-    save_tb_folder: Annotated[str, ActsWith("metrics.enable_tensorboard"), LocalPath()] = "tb"
+    save_tb_folder: Annotated[str, OnlyWith("metrics.enable_tensorboard"), LocalPath()] = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     save_for_all_ranks: bool = False
     """Log metrics on every rank (in W&B as a group of runs), instead of only on rank 0."""
@@ -136,7 +136,7 @@ class Checkpoint(Table):
     initial_load_in_hf: Annotated[bool, _SAVES] = False
     """Start from the weights of a Hugging Face folder (config.json and safetensors): initial_load_path, or
     model.hf_assets_path if that is None."""
-    initial_load_broadcast: Annotated[bool, ActsWith("checkpoint.initial_load_in_hf", refused=True)] = False
+    initial_load_broadcast: Annotated[bool, OnlyWith("checkpoint.initial_load_in_hf", rejected=True)] = False
     """With initial_load_in_hf, only rank 0 reads the folder and sends the other ranks their shards; for
     storage that only its node can access."""
     last_save_model_only: Annotated[bool, _NOT_LOAD_ONLY] = False
@@ -201,7 +201,7 @@ class Comm(Table):
     """File name prefix of the flight recorder's traces."""
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"],
-        RefusedValues(
+        UnsupportedValues(
             ("local_tensor",),
             "one process cannot simulate several ranks; use real CPU ranks, which support every parallelism",
         ),
@@ -224,5 +224,5 @@ class Debug(Table):
     """Seed for the initial weights, the data order and random numbers in the model; None is 0."""
     deterministic: bool = False
     """Use only deterministic algorithms, at some cost in speed; an operator without one is an error."""
-    deterministic_warn_only: Annotated[bool, ActsWith("debug.deterministic", refused=True)] = False
+    deterministic_warn_only: Annotated[bool, OnlyWith("debug.deterministic", rejected=True)] = False
     """With deterministic, only warn about operators without a deterministic algorithm."""

@@ -1,4 +1,4 @@
-"""The line of each key of a TOML file."""
+"""Line numbers of the keys of a TOML file."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ Path = tuple[str, ...]
 
 
 def key_lines(text: str) -> list[tuple[Path, int]]:
-    """Return (key path, 1-based line) of each table header and each value, in order of appearance.
+    """Return (key path, 1-based line) of each table header and value, in order of appearance.
 
-    A value in an inline table has the line at which the whole statement begins.
+    Values in an inline table have the line where the statement starts.
     """
-    found: list[tuple[Path, int]] = []
+    keys: list[tuple[Path, int]] = []
     prefix: Path = ()
     for line, statement, content in _statements(text):
         if statement.lstrip().startswith("["):
             (prefix,) = _leaves(content, ())
-            found.append((prefix, line))
+            keys.append((prefix, line))
         else:
-            found += [(path, line) for path in _leaves(content, prefix)]
-    return found
+            keys += [(path, line) for path in _leaves(content, prefix)]
+    return keys
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(first line, text, content) of each statement up to the first fault; comments and blanks are none."""
-    text = text.replace("\r\n", "\n") + "\n"  # TOML knows no other ends of a line
+    """Yield (first line, text, content) of each statement before the first error, without comments."""
+    text = text.replace("\r\n", "\n") + "\n"  # TOML has no other line ends
     start = line = depth = 0
-    for found in LEXEMES.finditer(text):
-        depth += (found[0] in "[{") - (found[0] in "]}")
-        if found[0] != "\n" or depth > 0:
+    for lexeme in LEXEMES.finditer(text):
+        depth += (lexeme[0] in "[{") - (lexeme[0] in "]}")
+        if lexeme[0] != "\n" or depth > 0:
             continue
-        statement = text[start : found.start()]
+        statement = text[start : lexeme.start()]
         try:
             content = parse_toml(statement)
         except ValueError:
             return
         if content:
             yield line + 1, statement, content
-        start, line, depth = found.end(), line + statement.count("\n") + 1, 0
+        start, line, depth = lexeme.end(), line + statement.count("\n") + 1, 0
 
 
 def _leaves(content: dict[str, Any], prefix: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Problems of files and values in words, with what was probably meant; loaded once there is one."""
+"""Descriptions of invalid files and values, with suggestions; imported only if there are any."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _PLURALS = {str: "strings", int: "integers", float: "numbers"}
 
 
 def wrong_value(location: tuple[int | str, ...], settings: Mapping[str, Setting]) -> Problem:
-    """Describe what pydantic found at a location, which goes on from the key into unions and lists."""
+    """Describe an error that pydantic found at a location: a key, possibly followed by unions and lists."""
     prefixes = [".".join(map(str, location[:length])) for length in range(len(location), 0, -1)]
     if location[-1] == "[key]":
         origin = next(setting.origin for key, setting in settings.items() if key.startswith(prefixes[1]))
-        rule = f"a name in [{prefixes[2]}] has letters, digits, - and _ only"
-        return Problem(rule, "choose such a name", prefixes[2], location[-2], origin)
+        rule = f"a name in [{prefixes[2]}] may only contain letters, digits, - and _"
+        return Problem(rule, "use such a name", prefixes[2], location[-2], origin)
     field = next(field for field in map(find_field, prefixes) if field)
     return _of_field(field, settings[field.key])
 
 
 def _of_field(field: Field, setting: Setting) -> Problem:
-    rule = f"must be {_in_words(field.annotation, field.marks)}"
+    rule = f"must be {_describe_type(field.annotation, field.marks)}"
     if setting.value in ("float16", "fp16", "half") and field.table == "training":
-        rule += "; float16 would need loss scaling, which there is not"
+        rule += "; float16 would need loss scaling, which is not supported"
     return Problem(rule, _fix(field, setting), field.key, setting.value, setting.origin)
 
 
 def _fix(field: Field, setting: Setting) -> str:
-    """Offer what was probably meant, else the default as an example."""
+    """Suggest a similar value, else the default as an example."""
 
     def write(value: object) -> str:
         if setting.origin.startswith("--"):
@@ -51,16 +51,17 @@ def _fix(field: Field, setting: Setting) -> str:
             return f"{setting.origin} {text}"
         return f"{field.name} = {format_toml(value)}"
 
-    meant = _meant(setting.value, field.annotation)
-    if meant is not setting.value and meant != setting.value:  # nan is not equal to itself
-        return f"did you mean {write(meant)}?"
+    guess = _guess(setting.value, field.annotation)
+    if guess is not setting.value and guess != setting.value:  # nan is not equal to itself
+        return f"did you mean {write(guess)}?"
     if field.default is None:
-        return f"leave {field.name} out, or give it such a value"
+        return f"remove {field.name}, or set it to such a value"
     return f"for example {write(field.default)}, the default"
 
 
-def _meant(value: object, annotation: Any) -> object:
-    """Guess what a value that is not allowed stands for, a list item by item; itself, if like nothing."""
+def _guess(value: object, annotation: Any) -> object:
+    """Guess what an invalid value, or each item of a list, stands for; returns it unchanged without a
+    guess."""
     named = _choices(annotation)
     if isinstance(value, str):
         return closest(value, named) or parse(value, annotation)
@@ -70,13 +71,13 @@ def _meant(value: object, annotation: Any) -> object:
     return value
 
 
-def _in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """Complete "must be …" for a type, for example "an integer of at least 1"."""
+def _describe_type(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """Complete the sentence "must be …" for a type, for example "an integer of at least 1"."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _in_words(arguments[0], arguments[1:])
+        return _describe_type(arguments[0], arguments[1:])
     if origin in (typing.Union, types.UnionType):
-        alternatives = [_in_words(a, metadata) for a in arguments if a is not types.NoneType]
+        alternatives = [_describe_type(a, metadata) for a in arguments if a is not types.NoneType]
         return " or ".join([*alternatives, f'"{NONE}"'] if allows_none(annotation) else alternatives)
     if origin is Literal:
         alternatives = [json.dumps(choice) for choice in arguments]
@@ -111,37 +112,37 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
         if isinstance(mark, Ge | Gt | Le | Lt | Interval):
             bounds |= {name: bound for name, bound in asdict(mark).items() if bound is not None}
     if bounds.get("le") == MAX_INT:
-        del bounds["le"]  # whoever meets it knows why
+        del bounds["le"]  # the limit of floats needs no mention
     if "ge" in bounds and "le" in bounds:
         return f" from {bounds['ge']} to {bounds['le']}"
     phrases = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-    said = [f"{phrases[name]} {bounds[name]}" for name in phrases if name in bounds]
-    return f" {' and '.join(said)}" if said else ""
+    parts = [f"{phrases[name]} {bounds[name]}" for name in phrases if name in bounds]
+    return f" {' and '.join(parts)}" if parts else ""
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the strings that a type names."""
+    """Return the strings in the Literals of a type."""
     if typing.get_origin(annotation) is Literal:
         return [choice for choice in typing.get_args(annotation) if isinstance(choice, str)]
     return [choice for inner in typing.get_args(annotation) for choice in _choices(inner)]
 
 
 def syntax_problem(path: str, text: str, error: Exception) -> Problem:
-    """Describe a text that is no TOML: a key given twice, or what tomllib found."""
+    """Describe a text that is not valid TOML: a duplicate key, or the error of tomllib."""
     first_line: dict[Path, int] = {}
-    for found, line in key_lines(text):
-        if found in first_line:
-            key = ".".join(found)
+    for parts, line in key_lines(text):
+        if parts in first_line:
+            key = ".".join(parts)
             return Problem(
-                f"{path}:{line}: {key} is given twice, first in line {first_line[found]}",
-                "keep one of the two",
+                f"{path}:{line}: {key} is set twice, first in line {first_line[parts]}",
+                "remove one of the two",
             )
-        first_line[found] = line
-    message, _, place = str(error).partition(" (at ")
-    match = re.search(r"line (\d+)", place)
-    written = text.split("\n")
+        first_line[parts] = line
+    message, _, position = str(error).partition(" (at ")
+    match = re.search(r"line (\d+)", position)
+    lines = text.split("\n")
     line = int(match.group(1)) if match else len(text.rstrip().split("\n"))
-    excerpt = written[line - 1].strip()[:200]
+    excerpt = lines[line - 1].strip()[:200]
     return Problem(
         f"{path}:{line}: not valid TOML: {message}: {excerpt}",
         "strings need quotes, booleans are true and false, lists are [a, b]",
@@ -149,10 +150,10 @@ def syntax_problem(path: str, text: str, error: Exception) -> Problem:
 
 
 def similar_file(path: str) -> str:
-    """Name the file that may be meant by ``path``, where none is."""
+    """Suggest a file that may be meant by ``path``, which does not exist."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
-        return f"there is no folder {folder} either; paths are relative to {os.getcwd()}"
+        return f"the folder {folder} does not exist either; paths are relative to {os.getcwd()}"
     names = [name for name in os.listdir(folder) if name.endswith(".toml")]
-    there = ", ".join(sorted(names)) or "no TOML file"
-    return did_you_mean(os.path.basename(path), names, f"{os.path.abspath(folder)} has {there}")
+    present = ", ".join(sorted(names)) or "no TOML file"
+    return did_you_mean(os.path.basename(path), names, f"{os.path.abspath(folder)} contains {present}")

@@ -1,4 +1,4 @@
-"""Patterns of names of modules and parameters, as of a shell."""
+"""Shell-style patterns for names of modules and parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 
-def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Say if ``name`` is as one of ``patterns`` says."""
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether ``name`` matches one of ``patterns``."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def idle(patterns: Iterable[str], names: Collection[str]) -> list[str]:
-    """Return those of ``patterns`` that none of ``names`` fits."""
-    return [pattern for pattern in patterns if not any(fits(name, [pattern]) for name in names)]
+def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    """Return the ``patterns`` that match none of ``names``."""
+    return [pattern for pattern in patterns if not any(matches_any(name, [pattern]) for name in names)]

@@ -9,7 +9,6 @@ from annotated_types import Ge, Interval
 from toolkit.config.types import (
     FLOAT8,
     MAX_LAYERS,
-    ActsWith,
     AutoOrDegree,
     BatchSize,
     Degree,
@@ -17,18 +16,19 @@ from toolkit.config.types import (
     LocalPath,
     Needs,
     NonNegative,
+    OnlyWith,
     Positive,
     Table,
 )
 
-_TP = ActsWith("parallelism.tensor_parallel_degree", above=1)
-_PP = ActsWith("parallelism.pipeline_parallel_degree", above=1)
-_CP = ActsWith("parallelism.context_parallel_degree", above=1)
+_TP = OnlyWith("parallelism.tensor_parallel_degree", above=1)
+_PP = OnlyWith("parallelism.pipeline_parallel_degree", above=1)
+_CP = OnlyWith("parallelism.context_parallel_degree", above=1)
 _SHARDED = Needs("parameters sharded over several ranks")
 _AHEAD = Needs("one stage per rank, or resharding")
 _BY_COUNT = Needs("stages cut by counts of layers")
-_AGAIN = ActsWith("activation_checkpoint.mode", ("selective", "full"), refused=True)
-_BUDGET = ActsWith("activation_checkpoint.mode", ("memory_budget",), refused=True)
+_AGAIN = OnlyWith("activation_checkpoint.mode", ("selective", "full"), rejected=True)
+_BUDGET = OnlyWith("activation_checkpoint.mode", ("memory_budget",), rejected=True)
 
 
 class Parallelism(Table):
@@ -55,12 +55,12 @@ class Parallelism(Table):
     class in fsdp_wrap_classes; size: each module with at least fsdp_min_num_params parameters outside
     smaller units."""
     fsdp_wrap_classes: Annotated[
-        list[str], ActsWith("parallelism.fsdp_wrap_policy", ("class",), refused=True)
+        list[str], OnlyWith("parallelism.fsdp_wrap_policy", ("class",), rejected=True)
     ] = ["TransformerBlock"]
     """Classes for fsdp_wrap_policy class: any of TransformerBlock, Attention, FeedForward, Linear, RMSNorm,
     Embedding, OutputHead."""
     fsdp_min_num_params: Annotated[
-        Positive, ActsWith("parallelism.fsdp_wrap_policy", ("size",), refused=True)
+        Positive, OnlyWith("parallelism.fsdp_wrap_policy", ("size",), rejected=True)
     ] = 100_000_000
     """Smallest number of parameters per unit for fsdp_wrap_policy size."""
     fsdp_forward_prefetch: Annotated[NonNegative, _SHARDED, _AHEAD] = 1
@@ -69,7 +69,7 @@ class Parallelism(Table):
     fsdp_backward_prefetch: Annotated[Positive, _SHARDED, _AHEAD] = 1
     """Units to gather in advance during backward."""
     fsdp_sync_each_batch: Annotated[
-        bool, ActsWith("parallelism.pipeline_parallel_degree", (1,)), Needs("several micro-batches per step")
+        bool, OnlyWith("parallelism.pipeline_parallel_degree", (1,)), Needs("several micro-batches per step")
     ] = True
     """Reduce gradients after each micro-batch. false reduces once per step and keeps them unsharded until
     then, as a pipeline always does."""
@@ -147,7 +147,7 @@ class ActivationCheckpoint(Table):
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """none saves all activations, full only the inputs of blocks, selective chooses blocks or operators;
     memory_budget lets torch.compile choose, and needs it."""
-    selective_ac_option: Annotated[str, ActsWith("activation_checkpoint.mode", ("selective",))] = "2"
+    selective_ac_option: Annotated[str, OnlyWith("activation_checkpoint.mode", ("selective",))] = "2"
     """For mode selective: an integer n recomputes every n-th block; op recomputes operators that are cheap
     for their size."""
     early_stop: Annotated[bool, _AGAIN] = False
@@ -164,10 +164,10 @@ class ActivationCheckpoint(Table):
     not."""
     debug: Annotated[bool, _AGAIN] = False
     """Report which operator differed when they do not match; slow."""
-    enable_activation_offloading: Annotated[bool, _AGAIN, Needs("a GPU", refused=True)] = False
+    enable_activation_offloading: Annotated[bool, _AGAIN, Needs("a GPU", rejected=True)] = False
     """Keep the inputs of recomputed blocks in CPU memory until backward."""
     offload_prefetch: Annotated[
-        bool, ActsWith("activation_checkpoint.enable_activation_offloading"), Needs("a GPU")
+        bool, OnlyWith("activation_checkpoint.enable_activation_offloading"), Needs("a GPU")
     ] = True
     """Copy a block's input back to the GPU while the block after it runs its backward."""
 
@@ -191,7 +191,7 @@ class Compile(Table):
     max-autotune-no-cudagraphs: benchmark several kernels per matmul in the first step and use the fastest."""
     fullgraph: bool = True
     """Fail if a block cannot be compiled as one graph; false falls back to eager at graph breaks."""
-    cache_folder: Annotated[str, ActsWith("model.attention", ("auto", "flex")), LocalPath()] = (
+    cache_folder: Annotated[str, OnlyWith("model.attention", ("auto", "flex")), LocalPath()] = (
         "~/.cache/llama-toolkit/compile"
     )
     """Folder of compiled code, which speeds up later starts. TORCHINDUCTOR_CACHE_DIR, if set, overrides
@@ -203,13 +203,13 @@ class Compile(Table):
         return self.enable and "model" in self.components
 
 
-class Float8Linear(Table):
+class Float8(Table):
     """Float8 matmuls in the blocks' linear layers."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Gather the weights of these layers in float8."""
     precompute_float8_dynamic_scale_for_fsdp: Annotated[
-        bool, ActsWith(".enable_fsdp_float8_all_gather", refused=True)
+        bool, OnlyWith(".enable_fsdp_float8_all_gather", rejected=True)
     ] = False
     """Compute the scales for the float8 all-gather of all weights at once, after each step."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
@@ -224,7 +224,7 @@ class Float8Linear(Table):
 class QuantizeLinear(Table):
     """Quantization of linear layers."""
 
-    float8: Annotated[Float8Linear, ActsWith("model.converters", FLOAT8)] = Float8Linear()
+    float8: Annotated[Float8, OnlyWith("model.converters", FLOAT8)] = Float8()
 
 
 class Quantize(Table):

@@ -1,4 +1,4 @@
-"""The whole configuration as one value, and the list of its keys that everything else is made from."""
+"""The complete configuration, and the list of its keys from which help, checks and files are derived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pydantic import PrivateAttr
 from toolkit.config.finetune import Finetune
 from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstimation, Metrics, Profiling
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
-from toolkit.config.refused import REFUSED
 from toolkit.config.training import (
     Data,
     Loss,
@@ -25,7 +24,8 @@ from toolkit.config.training import (
     Training,
     Validation,
 )
-from toolkit.config.types import ActsWith, Table
+from toolkit.config.types import OnlyWith, Table
+from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 NAME = "NAME"
-"""Stands for the names that users give, in keys such as data.mixture.NAME.weight."""
+"""Placeholder for the names that users choose, in keys such as data.mixture.NAME.weight."""
 
 
 class Config(Table):
-    """Every setting of a run. Tables and keys are torchtitan 0.2's, and ours in the same manner.
+    """Every setting of a run. Tables and keys follow torchtitan 0.2; additional ones follow its style.
 
-    Two configs are equal when their values are, wherever the values came from.
+    Two configs are equal if their values are, wherever the values came from.
     """
 
     job: Job = Job()
@@ -54,13 +54,13 @@ class Config(Table):
     data: Data = Data()
     finetune: Finetune = Finetune()
     parallelism: Parallelism = Parallelism()
-    checkpoint: Annotated[Checkpoint, ActsWith("checkpoint.enable")] = Checkpoint()
+    checkpoint: Annotated[Checkpoint, OnlyWith("checkpoint.enable")] = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    compile: Annotated[Compile, ActsWith("compile.enable")] = Compile()
+    compile: Annotated[Compile, OnlyWith("compile.enable")] = Compile()
     quantize: Quantize = Quantize()
     comm: Comm = Comm()
     memory_estimation: MemoryEstimation = MemoryEstimation()
-    validation: Annotated[Validation, ActsWith("validation.enable")] = Validation()
+    validation: Annotated[Validation, OnlyWith("validation.enable")] = Validation()
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -73,23 +73,25 @@ class Config(Table):
 
     @property
     def is_dry(self) -> bool:
-        """Say if the run is described and not made."""
+        """True if the run is only described, not executed."""
         return self.comm.mode == "fake_backend" or self.memory_estimation.enable
 
     def with_origins(self, settings: Mapping[str, Setting]) -> Config:
-        """Return the same values knowing the ``settings``, by dotted key, that set them."""
+        """Return a copy that remembers where its values were set; ``settings`` are by dotted key."""
         copy = self.model_copy()
         copy._origins = {key: setting.origin for key, setting in settings.items()}
         copy._depths = {key: setting.depth for key, setting in settings.items()}
         return copy
 
     def origin(self, key: str) -> str:
-        """Say what set a dotted ``key``: "file.toml:12", "--training.seq_len" or "default"."""
+        """Return where a dotted ``key`` was set: "file.toml:12", "--training.seq_len" or "default"."""
         return self._origins.get(key, DEFAULT)
 
     def depth(self, key: str) -> float:
-        """How far from the user a dotted ``key`` was set: 0 is a flag, 1 the config file, 2 and so on the
-        files that it extends, infinity the default."""
+        """Return how directly the user set a dotted ``key``.
+
+        0 is a flag, 1 the config file, 2 and up a file that it extends, infinity the default.
+        """
         return self._depths.get(key, math.inf)
 
     def value(self, key: str) -> Any:
@@ -100,7 +102,8 @@ class Config(Table):
         return value
 
     def present_fields(self) -> Iterator[Field]:
-        """The keys that this config has: those of :func:`fields`, with the names given in place of NAME."""
+        """Yield the fields of this config: those of :func:`fields`, with the user's names instead of
+        NAME."""
         for table, of_table in groupby(fields(), key=lambda field: field.table):
             if table in named_tables():
                 group = table.rpartition(".")[0]
@@ -111,11 +114,11 @@ class Config(Table):
                 yield from of_table
 
     def to_toml(self, origins: bool = True) -> str:
-        """Write every value, defaults too, as TOML that loads to an equal config.
+        """Return all values, including defaults, as TOML that loads to an equal config.
 
-        What another key has taken the place of is a comment: side by side in one file the two contradict.
+        Overridden keys are comments, because next to the overriding key they would contradict it.
         """
-        gone = replaced(self)
+        overridden = overridden_keys(self)
         lines: list[str] = []
         table = ""
         for field in self.present_fields():
@@ -125,14 +128,14 @@ class Config(Table):
             value = self.value(field.key)
             unset = value is None and field.default is None
             line = f"{field.name} = {'None' if unset else format_toml(value)}"
-            line = f"# {line}" if unset or field.key in gone else line
+            line = f"# {line}" if unset or field.key in overridden else line
             lines.append(f"{line}  # {self.origin(field.key)}" if origins else line)
         return "\n".join(lines[1:]) + "\n"
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the schema. ``marks`` are number ranges and the marks of ``types.py``."""
+    """One key of the schema. ``marks`` are bounds and the marks of ``types.py``."""
 
     key: str
     annotation: Any
@@ -149,44 +152,44 @@ class Field:
         return self.key.rpartition(".")[2]
 
 
-_ROOT, _ADDED = [Config], dict[str, dict[str, Any]]()
+_CONFIG_CLASS, _REGISTERED = [Config], dict[str, dict[str, Any]]()
 
 
-def root() -> type[Config]:
-    """The class of configurations: :class:`Config`, or it with what job.custom_import has added."""
-    return _ROOT[0]
+def config_class() -> type[Config]:
+    """Return the config class: :class:`Config`, or the extension that job.custom_import registered."""
+    return _CONFIG_CLASS[0]
 
 
-def added(key: str) -> dict[str, Any]:
-    """Objects that job.custom_import has registered, by the values of ``key`` that name them."""
-    return _ADDED.setdefault(key, {})
+def registry(key: str) -> dict[str, Any]:
+    """Return the objects that job.custom_import registered for ``key``, by the values that select them."""
+    return _REGISTERED.setdefault(key, {})
 
 
-def set_root(extended: type[Config]) -> None:
-    """Have all configurations that are read from now on be of the class ``extended``."""
-    _ROOT[0] = extended
+def set_config_class(extended: type[Config]) -> None:
+    """Set the class of all configs that are loaded from now on."""
+    _CONFIG_CLASS[0] = extended
     for listing in (fields, tables, named_tables, fields_by_key):
         listing.cache_clear()
 
 
 @functools.cache
 def fields() -> tuple[Field, ...]:
-    """All keys, table by table; a table's own keys come before those of the tables inside it.
+    """Return all keys, table by table; a table's own keys come before those of nested tables.
 
-    The keys of a table of tables are there once, under ``NAME``.
+    The keys of a table of tables appear once, under ``NAME``.
     """
-    return tuple(_walk(root(), ""))
+    return tuple(_walk(config_class(), ""))
 
 
 @functools.cache
 def tables() -> dict[str, type[Table]]:
-    """Every table by its dotted name, "training.dataloader" too; "data.mixture.NAME" stands for any name."""
-    return dict(_walk_tables(root(), ""))
+    """Return every table by dotted name, including nested ones; "data.mixture.NAME" stands for any name."""
+    return dict(_walk_tables(config_class(), ""))
 
 
 @functools.cache
 def named_tables() -> frozenset[str]:
-    """The names of the tables whose last part the user chooses, as ``tables`` has them."""
+    """Return the names of tables whose last part the user chooses, as in :func:`tables`."""
     return frozenset(name for name in tables() if name.endswith(f".{NAME}"))
 
 
@@ -196,7 +199,7 @@ def fields_by_key() -> dict[str, Field]:
 
 
 def schema_name(key: str) -> str:
-    """Return ``key`` as the schema has it: NAME in place of a name that the user gave."""
+    """Return ``key`` with NAME instead of a name that the user chose."""
     for table in named_tables():
         group = table.removesuffix(NAME)
         if key.startswith(group):
@@ -206,45 +209,45 @@ def schema_name(key: str) -> str:
 
 
 def find_field(key: str) -> Field | None:
-    """Return the field of a key as a user writes it, one that is refused too, or None."""
-    if key in REFUSED:
-        default, reason = REFUSED[key]
+    """Return the field of a key, including unsupported ones, or None."""
+    if key in UNSUPPORTED:
+        default, reason = UNSUPPORTED[key]
         kind = {list: list[str], type(None): str | None}.get(type(default), type(default))
         return Field(key, kind, (), default, reason)
-    found = fields_by_key().get(schema_name(key))
-    return found and replace(found, key=key)
+    field = fields_by_key().get(schema_name(key))
+    return field and replace(field, key=key)
 
 
 def find_table(name: str) -> type[Table] | None:
-    """Return the table of a name as a user writes it, or None."""
-    holds_refused = any(key.startswith(f"{name}.") for key in REFUSED)
-    return tables().get(schema_name(name)) or (Table if holds_refused else None)
+    """Return the table of a name, or None."""
+    is_unsupported = any(key.startswith(f"{name}.") for key in UNSUPPORTED)
+    return tables().get(schema_name(name)) or (Table if is_unsupported else None)
 
 
 def is_group(name: str) -> bool:
-    """Say if tables, and only they, stand in the table of this name."""
+    """Return whether the table of this name contains only tables with names that users choose."""
     return f"{name}.{NAME}" in named_tables()
 
 
 def table_of(annotation: Any) -> type[Table] | None:
-    """Return the class of a table, or of the tables in a table of tables, or None for a value."""
+    """Return the class of a table, or of the tables in a table of tables; None for a value."""
     if typing.get_origin(annotation) is dict:
         return table_of(typing.get_args(annotation)[1])
     return annotation if isinstance(annotation, type) and issubclass(annotation, Table) else None
 
 
-def _walk(table: type[Table], prefix: str, marks: tuple[ActsWith, ...] = ()) -> Iterator[Field]:
+def _walk(table: type[Table], prefix: str, marks: tuple[OnlyWith, ...] = ()) -> Iterator[Field]:
     for name, info in table.model_fields.items():
         if table_of(info.annotation) is None:
             description = " ".join((info.description or "").split())
             own = [
                 replace(mark, switch=prefix + mark.switch[1:])
-                if isinstance(mark, ActsWith) and mark.switch.startswith(".")
+                if isinstance(mark, OnlyWith) and mark.switch.startswith(".")
                 else mark
                 for mark in info.metadata
             ]
-            # A switch of the same table has the table's marks itself.
-            within = any(isinstance(mark, ActsWith) and mark.switch.startswith(prefix) for mark in own)
+            # A switch in the same table already has the table's marks.
+            within = any(isinstance(mark, OnlyWith) and mark.switch.startswith(prefix) for mark in own)
             given = (*own, *(it for it in marks if not within and it.switch != prefix + name))
             yield Field(prefix + name, info.annotation, given, info.default, description)
     for name, inner, of_table in _inner(table):
@@ -257,48 +260,50 @@ def _walk_tables(table: type[Table], prefix: str) -> Iterator[tuple[str, type[Ta
         yield from _walk_tables(inner, f"{prefix}{name}.")
 
 
-def _inner(table: type[Table]) -> Iterator[tuple[str, type[Table], list[ActsWith]]]:
-    """The tables in a table, by name, with the marks of all their keys; of a table of tables, what stands
-    under any name."""
+def _inner(table: type[Table]) -> Iterator[tuple[str, type[Table], list[OnlyWith]]]:
+    """Yield the nested tables by name with their marks; for a table of tables, the class of its tables."""
     for name, info in table.model_fields.items():
         if inner := table_of(info.annotation):
-            marks = [mark for mark in info.metadata if isinstance(mark, ActsWith)]
+            marks = [mark for mark in info.metadata if isinstance(mark, OnlyWith)]
             yield name if inner is info.annotation else f"{name}.{NAME}", inner, marks
 
 
-PAIRS = {
+ALTERNATIVES = {
     "training.steps": "training.epochs",
     "lr_scheduler.warmup_steps": "lr_scheduler.warmup_ratio",
 }
-"""Keys, and the other keys for the same thing."""
+"""Keys, and the keys that set the same thing in another way."""
 
-ONE_CORPUS = tuple(
+SINGLE_CORPUS_KEYS = tuple(
     f"training.{name}"
     for name in ("dataset", "dataset_path", "dataset_subset", "dataset_split", "format", "columns")
 )
-"""The keys that [data.mixture] takes the place of."""
+"""The keys that [data.mixture] replaces."""
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Say if a value is not the default: the config that a run saves names every key."""
+    """Return whether a value is not the default (the config that a run saves contains every key)."""
     return bool(config.value(key) != fields_by_key()[key].default)
 
 
-def replaced(config: Config) -> frozenset[str]:
-    """The keys that give way to others which were set nearer to the user; as near, they contradict."""
+def overridden_keys(config: Config) -> frozenset[str]:
+    """Return the keys overridden by keys that were set closer to the user; at equal depth they contradict."""
     pairs = {
         key
-        for key, other in PAIRS.items()
+        for key, other in ALTERNATIVES.items()
         if is_set(config, key) and is_set(config, other) and config.depth(other) < config.depth(key)
     }
-    corpus = {key for key in ONE_CORPUS if is_set(config, key) and mixture_depth(config) < config.depth(key)}
+    depth = mixture_depth(config)
+    corpus = {key for key in SINGLE_CORPUS_KEYS if is_set(config, key) and depth < config.depth(key)}
     return frozenset(pairs | corpus)
 
 
-def without_replaced(config: Config) -> Config:
-    """``config`` without epochs, or the ratio of a warm-up, over which steps are given. Where it is the other
-    way round, nothing reads the steps, which stay to be told."""
-    for key, other in PAIRS.items():
+def clear_overridden(config: Config) -> Config:
+    """Return ``config`` without epochs or a warmup ratio that steps override.
+
+    In the opposite case nothing reads the steps, which are kept to be reported.
+    """
+    for key, other in ALTERNATIVES.items():
         if is_set(config, other) and config.depth(key) < config.depth(other):
             table, _, name = other.partition(".")
             cleared = getattr(config, table).model_copy(update={name: None})
@@ -307,6 +312,6 @@ def without_replaced(config: Config) -> Config:
 
 
 def mixture_depth(config: Config) -> float:
-    """How far from the user the nearest key of [data.mixture] was set; infinity without one."""
+    """Return how directly the user set the closest key of [data.mixture]; infinity without one."""
     keys = [field.key for field in config.present_fields() if field.key.startswith("data.mixture.")]
     return min(map(config.depth, keys), default=math.inf)

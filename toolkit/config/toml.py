@@ -1,8 +1,8 @@
-"""TOML files as settings: what a file says itself over what it extends, each value with its line.
+"""Read settings from TOML files that extend one another, each value with its line.
 
-tomllib does not tell the line of a key, and so reads the file again, statement by statement: a statement ends
-with a line that leaves no string and no bracket open. In a file that tomllib refuses, this finds what comes
-before the fault, which is enough to name a key given twice.
+tomllib does not report the lines of keys, so the file is parsed again, statement by statement: a statement
+ends at a line end outside all strings and brackets. In invalid files this still finds everything before the
+error, which is enough to report a duplicate key.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ Origin = Callable[[Path], str]
 
 @dataclass
 class Layer:
-    """Settings of one or more files, and the problems of reading them."""
+    """Settings of one or more files, and the problems found while reading them."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def read_files(path: str, *, origin: str = "--job.config_file") -> Layer:
-    """Read ``path`` and the files that it extends, nearest last. ``origin`` is who names ``path``."""
+    """Read ``path`` and the files that it extends. ``origin`` is where ``path`` was given."""
     return _read(path, Problem("", "", "job.config_file", path, origin), ())
 
 
 def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
-    """Read a file. ``named_by`` has key, value and origin of what names it; ``children`` extend it."""
+    """Read a file that ``named_by`` (its key, value and origin) refers to and that ``children`` extend."""
 
-    def misnamed(rule: str, fix: str) -> Layer:
+    def invalid(rule: str, fix: str) -> Layer:
         return Layer(problems=[Problem(rule, fix, named_by.key, named_by.value, named_by.origin)])
 
     if wrong := path_problem(named_by.value if isinstance(named_by.value, str) else path):
-        return misnamed(*wrong)
+        return invalid(*wrong)
     if any(os.path.realpath(path) == os.path.realpath(child) for child in children):
-        return misnamed(
-            f"files extend one another in a circle: {' → '.join([*children, path])}",
+        return invalid(
+            f"files extend one another in a cycle: {' → '.join([*children, path])}",
             "remove one of these extends",
         )
     try:
         text = read_text(path, at_most=MAX_LENGTH)
     except FileNotFoundError:
-        return misnamed(f"there is no file {path}", similar_file(path))
+        return invalid(f"there is no file {path}", similar_file(path))
     except OSError as error:
-        return misnamed(f"{path} cannot be read: {error.strerror}", "give the name of a readable TOML file")
+        return invalid(f"{path} cannot be read: {error.strerror}", "use a readable TOML file")
     try:
         document = parse_toml(text)
     except ValueError as error:
@@ -67,7 +67,7 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
             lines.setdefault(key[:length], line)
 
     def origin(key: Path) -> str:
-        """Where a key is, or the first key inside a table that has no header."""
+        """Return the position of a key, or of the first key in a table without header."""
         return f"{path}:{lines[key]}"
 
     layer = _extended(path, document, origin, (*children, path))
@@ -86,7 +86,7 @@ def _extended(path: str, document: dict[str, Any], origin: Origin, children: tup
 
 
 def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int, layer: Layer) -> None:
-    """Add the keys of ``document``, which lies at ``prefix`` of a file of this ``depth``, to ``layer``."""
+    """Add the keys of ``document``, the table ``prefix`` of a file at this ``depth``, to ``layer``."""
     for name, value in document.items():
         path = (*prefix, name)
         key, where = ".".join(path), origin(path)

@@ -1,4 +1,4 @@
-"""Text of TOML, parsed in a time that its writer cannot choose."""
+"""Safe parsing of TOML: run time and memory are bounded for any input."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 from toolkit.compat import tomllib
 
 MAX_LENGTH = 1_000_000
-"""Characters of a document; the longest configuration written out has some 20,000."""
+"""Maximum characters of a document; the longest configuration has some 20,000."""
 MAX_DEPTH = 20
-"""Parts that a key may have; the longest of ours has 5. tomllib takes the square of their number."""
+"""Maximum parts of a key; ours have up to 5. The run time of tomllib is quadratic in them."""
 LEXEMES = re.compile(
     r'''"""(?:\\.|[^\\])*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[][{}\n]''',
     re.DOTALL,
 )
-"""Brackets and ends of lines, and what may hold some that are none: strings, which may lack their end, and
-comments."""
+"""Brackets and line ends, and what may contain them: strings, possibly unterminated, and comments."""
 _LONG_KEY = re.compile(rf"(?<![\w \t.-])(?:[\w \t-]*\.){{{MAX_DEPTH}}}")
 
 
@@ -24,8 +23,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse a document.
 
     Raises:
-        ValueError: it is no TOML, too long, nests too deep, or has a key of more than :data:`MAX_DEPTH`
-            parts; the message ends with the place, as those of tomllib.
+        ValueError: It is not TOML, too long, nested too deeply, or has a key of more than :data:`MAX_DEPTH`
+            parts. The message ends with the position, as in tomllib.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"it has more than {MAX_LENGTH:,} characters")
@@ -34,18 +33,18 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def _line_of_long_key(text: str) -> int:
     if text.count(".") < MAX_DEPTH:
         return 0
     plain = LEXEMES.sub(_without_content, text)
-    found = _LONG_KEY.search(plain)
-    return plain.count("\n", 0, found.end()) + 1 if found else 0
+    match = _LONG_KEY.search(plain)
+    return plain.count("\n", 0, match.end()) + 1 if match else 0
 
 
 def _without_content(lexeme: re.Match[str]) -> str:
-    """A string as a word of as many lines, a comment as nothing."""
+    """Replace a string by a word with as many line ends, a comment by nothing."""
     text = lexeme[0]
     return "_" + "\n" * text.count("\n") if text[0] in "\"'" else "" if text[0] == "#" else text

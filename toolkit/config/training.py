@@ -7,10 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
-from toolkit.config.refused import NO_EXPRESSION, NO_MOE, NO_MX
 from toolkit.config.types import (
     FLOAT8,
-    ActsWith,
     AutoOrBatchSize,
     AutoOrPositive,
     BatchSize,
@@ -22,12 +20,14 @@ from toolkit.config.types import (
     Needs,
     NonNegative,
     NonNegativeFloat,
+    OnlyWith,
     Positive,
     PositiveFloat,
-    RefusedValues,
     Size,
     Table,
+    UnsupportedValues,
 )
+from toolkit.config.unsupported import NO_EXPRESSION, NO_MOE, NO_MX
 
 ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
 
@@ -64,11 +64,11 @@ class Model(Table):
                 "quantize.grouped_mm.mx",
             ]
         ],
-        RefusedValues(("mx", "quantize.linear.mx"), NO_MX),
-        RefusedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_MOE),
+        UnsupportedValues(("mx", "quantize.linear.mx"), NO_MX),
+        UnsupportedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_MOE),
     ] = []
     """Conversions applied to the model before sharding."""
-    print_after_conversion: Annotated[bool, ActsWith("model.converters", FLOAT8)] = False
+    print_after_conversion: Annotated[bool, OnlyWith("model.converters", FLOAT8)] = False
     """Print the converted model."""
     dim: Size | None = None
     """Model dimension."""
@@ -105,7 +105,7 @@ class Model(Table):
         return {name: getattr(self, name) for name in shape if name not in others}
 
 
-class Muon(Table):
+class MuonOptions(Table):
     """Muon for the weights of the blocks' linear layers. Keys are named as in torch.optim.Muon."""
 
     momentum: Momentum = 0.95
@@ -119,7 +119,7 @@ class Muon(Table):
     optimizer.lr; original: rows of norm 1."""
 
 
-_TORCHS = ActsWith("optimizer.name", ("AdamW", "Adam", "Muon"), refused=True)
+_TORCHS = OnlyWith("optimizer.name", ("AdamW", "Adam", "Muon"), rejected=True)
 
 
 class Optimizer(Table):
@@ -138,18 +138,18 @@ class Optimizer(Table):
     """Added to the denominator of the update, which is 0 for an element that has had no gradient yet."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay coefficient."""
-    no_decay: Annotated[list[str], ActsWith("optimizer.weight_decay", above=0)] = []
+    no_decay: Annotated[list[str], OnlyWith("optimizer.weight_decay", above=0)] = []
     """Name patterns of parameters without weight decay, such as *norm.weight."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """Implementation of the update; fused is the fastest."""
-    muon: Annotated[Muon, ActsWith("optimizer.name", ("Muon",), refused=True)] = Muon()
+    muon: Annotated[MuonOptions, OnlyWith("optimizer.name", ("Muon",), rejected=True)] = MuonOptions()
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is ready, and free the gradient.
     Incompatible with gradient clipping and accumulation."""
 
 
-_DECAYS = ActsWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), refused=True)
-_IN_STEPS = ActsWith("lr_scheduler.decay_type", ("step",), refused=True)
+_DECAYS = OnlyWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), rejected=True)
+_IN_STEPS = OnlyWith("lr_scheduler.decay_type", ("step",), rejected=True)
 
 
 class LRScheduler(Table):
@@ -165,7 +165,7 @@ class LRScheduler(Table):
     """Fraction of the schedule, at its end, over which the rate decays; None: everything after the warmup."""
     decay_type: Annotated[
         Literal["linear", "sqrt", "cosine", "constant", "step", "expression"],
-        RefusedValues(("expression",), NO_EXPRESSION),
+        UnsupportedValues(("expression",), NO_EXPRESSION),
     ] = "linear"
     """Shape of the decay. constant: no decay; step: multiply by gamma every step_size steps."""
     step_size: Annotated[Positive | None, _IN_STEPS] = None
@@ -176,7 +176,7 @@ class LRScheduler(Table):
     """Final learning rate as a fraction of optimizer.lr."""
 
 
-_CROSS_ENTROPY = ActsWith("loss.name", ("cross_entropy",), refused=True)
+_CROSS_ENTROPY = OnlyWith("loss.name", ("cross_entropy",), rejected=True)
 
 
 class Loss(Table):
@@ -190,7 +190,7 @@ class Loss(Table):
     """Weight of the squared log of the softmax denominator, which keeps logits small; 1e-4 in PaLM."""
 
 
-_WORKERS = ActsWith(".num_workers", above=0, refused=True)
+_WORKERS = OnlyWith(".num_workers", above=0, rejected=True)
 
 
 class DataLoader(Table):
@@ -239,7 +239,7 @@ class Training(Table):
     """Clip the global gradient norm to this value; inf disables clipping."""
     steps: Positive = 10000
     """Optimizer steps."""
-    enable_cpu_offload: Annotated[bool, Needs("a GPU", refused=True)] = False
+    enable_cpu_offload: Annotated[bool, Needs("a GPU", rejected=True)] = False
     """Keep parameters, gradients and optimizer state in CPU memory (FSDP's CPU offload)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. auto: the GPUs that nvidia-smi lists, else the CPU. A rank that finds another
@@ -333,7 +333,7 @@ class Data(Table):
     document_mask: bool = True
     """Restrict attention to the same document and count positions from its start."""
     shuffle: bool = True
-    """Shuffle the samples anew in each epoch; false keeps the order of the files."""
+    """Shuffle the samples again in each epoch; false keeps the order of the files."""
     streaming: bool = False
     """Read and tokenize the training text during the run, in training.dataloader.num_workers processes per
     rank, without a token cache. Nothing is prepared or stored in advance; files are shuffled, not samples."""
@@ -346,7 +346,7 @@ class Data(Table):
     """Weighted mixture of corpora, one table [data.mixture.NAME] each; replaces training.dataset."""
 
 
-_BASE = Needs("a base corpus", refused=True)
+_BASE = Needs("a base corpus", rejected=True)
 
 
 class BaseCorpus(Table):
@@ -398,4 +398,4 @@ class Validation(Table):
     samples: AutoOrPositive = -1
     """Samples per validation over all ranks, the same ones on any mesh; replaces steps."""
     dataloader: DataLoader = DataLoader()
-    base_corpus: Annotated[BaseCorpus, ActsWith("validation.enable", refused=True)] = BaseCorpus()
+    base_corpus: Annotated[BaseCorpus, OnlyWith("validation.enable", rejected=True)] = BaseCorpus()

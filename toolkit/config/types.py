@@ -1,7 +1,7 @@
-"""Parts that schema classes are made of: the base of every table, number ranges, and marks on fields.
+"""Building blocks of the schema: the base class of tables, number ranges, and marks on fields.
 
-A mark says where a key, or a value of it, does not act, so that the preflight can refuse or note what would
-otherwise be ignored in silence.
+A mark states when a key, or a value of it, has no effect, so that the preflight can reject or note what would
+otherwise be silently ignored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pydantic import (
 )
 
 MAX_LAYERS = 1000
-"""Beyond it a model is a slip of the pen, of which every layer would be counted."""
+"""Larger values are taken for typos; rules enumerate every layer."""
 MAX_CLASSES = 100_000
-"""The most classes of a classifier, each of which has a name."""
+"""Maximum number of classes, each of which has a name."""
 MAX_SIZE = 2**31 - 1
-"""The largest dimension, vocabulary or length."""
+"""Maximum dimension, vocabulary size or length."""
 MAX_RANKS = 1_000_000
 MAX_BATCH = 100_000_000
 MAX_SECONDS = 1_000_000_000
-"""The longest time-out: clocks and sockets take no more than some times as long."""
-MAX_INT = 2**53  # beyond it a float, which JSON and TensorBoard have, skips integers
+"""Maximum timeout: clocks and sockets do not support much longer ones."""
+MAX_INT = 2**53  # floats, as in JSON and TensorBoard, skip larger integers
 
 Positive = Annotated[int, Interval(ge=1, le=MAX_INT)]
 NonNegative = Annotated[int, Interval(ge=0, le=MAX_INT)]
@@ -49,48 +49,51 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Momentum = Annotated[float, Interval(ge=0), Lt(1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
-"""A user's name of a table in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
+"""Name that a user chooses in a table of tables, ``dict[Name, SomeTable]``: a bare key of TOML."""
 
 FLOAT8 = ("float8", "quantize.linear.float8")
-"""Names of the converter of linear layers to float8 in torchtitan's releases."""
+"""Names of the float8 converter in torchtitan's releases."""
 
 NONE = "None"
-"""How TOML and the command line, which have no null, write it for a key that may be None."""
+"""None in TOML and on the command line, which have no null."""
 
 
 @dataclass(frozen=True)
-class RefusedValues:
-    """Mark ``values`` of a key or a list that torchtitan has and this toolkit has not, for the ``reason``."""
+class UnsupportedValues:
+    """Marks ``values`` of a key or list that torchtitan supports and this toolkit does not, with a
+    ``reason``."""
 
     values: tuple[Any, ...]
     reason: str
 
-    def refuses(self, value: object) -> bool:
-        return _holds(value, self.values)
+    def rejects(self, value: object) -> bool:
+        return _contains(value, self.values)
 
 
 @dataclass(frozen=True)
 class LocalPath:
-    """A file or folder of this machine, or of ``storage``, or the name of a corpus."""
+    """Marks a path of this machine, or of object ``storage``, or the name of a corpus."""
 
     storage: bool | Literal["read"] = False
 
 
 @dataclass(frozen=True)
-class ActsWith:
-    """A key, or a table of keys, that is read only where the key ``switch`` is one of ``values``, or names
-    one; or where it is given and ``above`` a number. A switch that begins with a dot is of the same table. Of
-    several such marks one is enough. What is set and not read is noted at start-up, and ``refused`` where it
-    asks for something."""
+class OnlyWith:
+    """Marks a key or table that is only read if the key ``switch`` has (or contains) one of ``values``.
+
+    Alternatively, if ``switch`` is set to a number larger than ``above``. A switch that starts with a dot is
+    in the same table. Of several such marks, one must hold. A value that is set but not read is noted at
+    start-up; if ``rejected``, because it asks for something, it is an error.
+    """
 
     switch: str
     values: tuple[Any, ...] = (True,)
     above: int | None = None
-    refused: bool = False
+    rejected: bool = False
 
-    def acts(self, switch: Any) -> bool:
+    def is_met(self, switch: Any) -> bool:
         if self.above is None:
-            return _holds(switch, self.values)
+            return _contains(switch, self.values)
         return switch is not None and switch > self.above
 
     def __str__(self) -> str:
@@ -101,20 +104,23 @@ class ActsWith:
 
 @dataclass(frozen=True)
 class Needs:
-    """A key that is read only in a run that has ``what``: a fact of :mod:`toolkit.preflight.rules.options`,
-    or a key that is given. Of several such marks all are needed. ``refused`` as in :class:`ActsWith`."""
+    """Marks a key that is only read if ``what`` holds: a fact of :mod:`toolkit.preflight.rules.options`, or a
+    key that is set.
+
+    Of several such marks, all must hold. ``rejected`` is as in :class:`OnlyWith`.
+    """
 
     what: str
-    refused: bool = False
+    rejected: bool = False
 
 
-def _holds(value: object, values: tuple[Any, ...]) -> bool:
-    """Say if a value is one of ``values``, or a list with one."""
+def _contains(value: object, values: tuple[Any, ...]) -> bool:
+    """Return whether a value, or an item of a list, is one of ``values``."""
     return any(item in values for item in (value if isinstance(value, list) else [value]))
 
 
 def _only_equal(value: object, annotation: object) -> bool:
-    """Say if ``value`` is none of the values that a type names but equal to one, as true is to 1."""
+    """Return whether ``value`` equals a value of a Literal but has another type, as ``True == 1``."""
     if typing.get_origin(annotation) is Literal:
         alike = [choice for choice in typing.get_args(annotation) if choice == value]
         return bool(alike) and type(value) not in map(type, alike)
@@ -127,7 +133,7 @@ def allows_none(annotation: object) -> bool:
 
 
 class Table(BaseModel):
-    """A TOML table. Values are taken as they are: only an integer may stand for a float."""
+    """A TOML table. Values are not converted, except integers to floats."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -137,7 +143,7 @@ class Table(BaseModel):
     @classmethod
     def _no_other_type(cls, value: object, info: ValidationInfo) -> object:
         if _only_equal(value, cls.model_fields[str(info.field_name)].annotation):
-            raise ValueError("of another type than the value that it equals")
+            raise ValueError("has another type than the value that it equals")
         return value
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""Values of the schema's types: read from a flag, written as TOML."""
+"""Parsing of flags and formatting of TOML values, by the schema's types."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from toolkit.config.types import NONE
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and where it comes from: "file.toml:12" or "--table.key". ``depth`` is 0 for a flag, 1 for the
-    config file and one more for each file that it extends."""
+    """A value and its origin: "file.toml:12" or "--table.key".
+
+    ``depth`` is 0 for a flag, 1 for the config file and one more for each file that it extends.
+    """
 
     value: object
     origin: str
@@ -25,7 +27,7 @@ class Setting:
 
 
 def parse(text: str, annotation: Any) -> object:
-    """Read a flag's ``text`` as a type of the schema; what cannot be read stays text, for validation."""
+    """Parse a flag's ``text`` as a type of the schema; invalid text is returned as is, for validation."""
     for read in _readers(annotation):
         try:
             return read(text)
@@ -35,7 +37,7 @@ def parse(text: str, annotation: Any) -> object:
 
 
 def _readers(annotation: Any) -> list[Callable[[str], object]]:
-    """Ways to read a text as ``annotation``, each raising ValueError; none for a string, which is read."""
+    """Return functions that parse a text as ``annotation`` or raise ValueError; none for plain strings."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _readers(arguments[0])
@@ -52,7 +54,7 @@ def _readers(annotation: Any) -> list[Callable[[str], object]]:
 
 
 def takes_pairs(annotation: Any) -> bool:
-    """Say if a flag of this type is ``name=value,…``."""
+    """Return whether a flag of this type is written as ``name=value,…``."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return any(map(takes_pairs, arguments))
@@ -88,7 +90,7 @@ def _read_list(text: str, element: Any) -> list[Any]:
 
 
 def _read_table(text: str, element: Any) -> dict[str, Any]:
-    """``name=value,…``, or an inline table of TOML."""
+    """Parse ``name=value,…`` or an inline table of TOML."""
     if text.lstrip().startswith("{"):
         table: dict[str, Any] = parse_toml(f"value = {text}")["value"]
         return table
@@ -99,7 +101,7 @@ def _read_table(text: str, element: Any) -> dict[str, Any]:
 
 
 def format_toml(value: object) -> str:
-    """Write one value as TOML; None, which TOML lacks, as the string "None"."""
+    """Format one value as TOML; None, which TOML lacks, as the string "None"."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -120,5 +122,5 @@ def _format_float(value: float) -> str:
 
 
 def _format_string(value: str) -> str:
-    # JSON's escapes are TOML's, except that TOML also wants DEL escaped and knows no surrogate pairs.
+    # JSON's escapes are valid in TOML, but TOML also needs DEL escaped and has no surrogate pairs.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

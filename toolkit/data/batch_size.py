@@ -1,4 +1,4 @@
-"""A global batch divided over ranks and micro-batches."""
+"""Division of a global batch over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.errors import divisors
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Samples of a step: ``total`` are ``accumulation`` micro-batches of ``local`` on each rank."""
+    """Samples per step: ``total`` samples in ``accumulation`` micro-batches of ``local`` on each rank."""
 
     total: int
     local: int
@@ -17,11 +17,11 @@ class BatchShape:
 
 
 def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> BatchShape | None:
-    """Cut a global batch over ``dp`` ranks, or None where it does not divide.
+    """Divide a global batch over ``dp`` ranks; returns None if it is not divisible.
 
-    A ``global_batch_size`` of −1 is one micro-batch on each rank. ``local_batch_size`` is what fits on a
-    device, hence an upper bound: the micro-batch is the largest divisor of a rank's part within it, so
-    that one TOML gives the same run on more ranks than it was written for.
+    A ``global_batch_size`` of −1 is one micro-batch per rank. ``local_batch_size`` is what fits on a device,
+    hence an upper bound: the micro-batch is the largest divisor of a rank's samples within it, so that one
+    TOML gives the same run on more ranks than it was written for.
     """
     if global_batch_size == -1:
         return BatchShape(local_batch_size * dp, local_batch_size, 1)
@@ -33,5 +33,5 @@ def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> Ba
 
 
 def n_shards(files: int, global_batch_size: int) -> int:
-    """Shards of a stream: the largest divisor of the global batch that is no more than its files."""
+    """Return the number of shards of a stream: the largest divisor of the global batch up to ``files``."""
     return max(n for n in range(1, min(files, global_batch_size) + 1) if global_batch_size % n == 0)

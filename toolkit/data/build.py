@@ -1,4 +1,4 @@
-"""The tokenizer and the tokenised corpora of a run, from the configuration. Imports no torch."""
+"""Construction of a run's tokenizer and tokenized corpora from the configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.data.content_hash import say
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import TokenCache
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -19,18 +19,19 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions
     from toolkit.data.chat.shapes import Shape
-    from toolkit.data.labelled_texts import LabelledTexts
+    from toolkit.data.labeled_texts import LabeledTexts
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
-    """Load the tokenizer and open the token caches, building them where they are missing.
+    """Load the tokenizer and open the token caches, building missing ones.
 
     The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself, and
-    hands on what it found; a rank without a launcher calls it before it meets the others, so that a slow
-    tokenisation is no collective's time-out.
+    passes the result on; without a launcher, a rank calls it before it joins the others, so that slow
+    tokenization does not run into the timeout of a collective.
 
     Raises:
-        DataError: a corpus or the tokenizer is missing, empty or unreadable; a corpus that is not tokenised
+        DataError: A corpus or the tokenizer is missing, empty or unreadable, or a corpus that is not
+        tokenized
             yet is larger than data.max_inline_gb.
     """
     tokenizer = run_tokenizer(config)
@@ -40,16 +41,15 @@ def open_data(config: Config, *, progress: bool) -> RunData:
 
 
 def run_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the model."""
-    return load_tokenizer(tokenizer_place(config), add_bos=config.model.add_bos_token)
+    """Load the tokenizer of the model."""
+    return load_tokenizer(tokenizer_path(config), add_bos=config.model.add_bos_token)
 
 
-def tokenizer_place(config: Config) -> Path:
-    """Folder or file of the tokenizer: that of the model, or a copy of it with more special tokens and the
-    chat template that is trained on.
+def tokenizer_path(config: Config) -> Path:
+    """Return the path of the tokenizer: the model's, or a copy with added special tokens and chat template.
 
     Raises:
-        DataError: the copy cannot be made.
+        DataError: The copy cannot be created.
     """
     options = config.model
     place = expand_user(options.tokenizer_path or options.hf_assets_path)
@@ -57,12 +57,12 @@ def tokenizer_place(config: Config) -> Path:
     if not tokens and not asked:
         return place
     from toolkit.data.chat.formats import template_text  # needs jinja
-    from toolkit.data.tokenizers.added import extended
+    from toolkit.data.tokenizers.added import extend_tokenizer
 
     template = template_text(asked) if asked else None
     if not tokens and template is None:
         return place
-    return extended(place, config.data.cache_folder, tokens=tokens, template=template)
+    return extend_tokenizer(place, config.data.cache_folder, tokens=tokens, template=template)
 
 
 def open_corpora(
@@ -74,12 +74,12 @@ def open_corpora(
     processes: int = 0,
     verify: bool = False,
 ) -> Iterator[tuple[str, TokenCache]]:
-    """Each corpus of the run under the name of its table in the config, one after the other.
+    """Yield each corpus of the run with the name of its table in the config.
 
-    For the rest see :func:`toolkit.data.token_cache.tokenized`.
+    The other arguments are those of :func:`toolkit.data.token_cache.tokenize_corpus`.
 
     Raises:
-        DataError: as :func:`open_data`.
+        DataError: As in :func:`open_data`.
     """
     for corpus in corpora(config):
         if corpus.table == "training" and config.data.streaming:
@@ -99,12 +99,12 @@ def open_corpora(
 
 
 def open_tokens(config: Config, corpus: CorpusOptions, tokenizer: Tokenizer, **options: Any) -> TokenCache:
-    """One corpus as tokens, with ``options`` of :func:`toolkit.data.token_cache.tokenized`.
+    """Open one corpus as tokens, with ``options`` of :func:`toolkit.data.token_cache.tokenize_corpus`.
 
     Raises:
-        DataError: as :func:`open_data`.
+        DataError: As in :func:`open_data`.
     """
-    cache = tokenized(
+    cache = tokenize_corpus(
         open_corpus(**corpus.arguments()),
         tokenizer,
         cache_folder=config.data.cache_folder,
@@ -117,8 +117,8 @@ def open_tokens(config: Config, corpus: CorpusOptions, tokenizer: Tokenizer, **o
         seq_len = config.value("validation" if corpus.table == "validation" else "training").seq_len
         check_conversations(cache, seq_len, config.data.empty_mask, corpus.table)
         for remark, n in cache.remarks.items():
-            of_all = f"{n:,} of {cache.n_documents:,} conversations"
-            say(options.get("progress", True), f"note   [{corpus.table}] in {of_all} {remark}")
+            share = f"{n:,} of {cache.n_documents:,} conversations"
+            say(options.get("progress", True), f"note   [{corpus.table}] in {share} {remark}")
     return cache
 
 
@@ -130,8 +130,8 @@ def _chat_options(config: Config) -> ChatOptions:
 
 
 class CorpusOptions(NamedTuple):
-    """One table's options of a corpus. ``column_key``, ``format_key`` and ``columns_key`` are the keys that
-    its text column, its format and its other names come from."""
+    """Options of one corpus. ``column_key``, ``format_key`` and ``columns_key`` are the config keys that set
+    its text column, format and column names."""
 
     table: str
     dataset: str
@@ -144,11 +144,11 @@ class CorpusOptions(NamedTuple):
     format_key: str
     columns: Mapping[str, str]
     columns_key: str
-    labelled: LabelledTexts | None
+    labeled: LabeledTexts | None
 
     @property
     def shape(self) -> Shape | None:
-        """The shape of its conversations; None of text."""
+        """Shape of its conversations; None for text."""
         if self.format == "text":
             return None
         from toolkit.data.chat.shapes import Shape
@@ -156,19 +156,19 @@ class CorpusOptions(NamedTuple):
         return Shape(self.format, tuple(self.columns.items()))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``data.sources.open_corpus``."""
+        """Arguments for ``data.sources.open_corpus``."""
         return {
             "name": self.dataset,
             "path": self.dataset_path,
             "text_column": self.text_column,
             "subset": self.dataset_subset,
             "split": self.dataset_split,
-            "shape": self.shape or self.labelled,
+            "shape": self.shape or self.labeled,
         }
 
 
 def corpora(config: Config) -> list[CorpusOptions]:
-    """The corpora of the training, those of the mixture where there is one, and those of the validation."""
+    """Return the corpora of the training, or of its mixture, and of the validation."""
     tables = [f"data.mixture.{name}" for name in sorted(config.data.mixture)] or ["training"]
     if config.validation.enable:
         tables += ["validation", *[BASE_CORPUS] * config.validation.base_corpus.named]
@@ -193,15 +193,15 @@ def _options(config: Config, table: str) -> CorpusOptions:
         format_key,
         config.value(columns_key),
         columns_key,
-        _labelled(config, column_key) if table != BASE_CORPUS else None,
+        _labeled(config, column_key) if table != BASE_CORPUS else None,
     )
 
 
-def _labelled(config: Config, column_key: str) -> LabelledTexts | None:
-    """Contents of the rows of a classifier's corpora; None for a language model."""
+def _labeled(config: Config, column_key: str) -> LabeledTexts | None:
+    """Return the row shape of a classifier's corpora; None for a language model."""
     options = config.finetune.classification
     if not options.num_labels:
         return None
-    from toolkit.data.labelled_texts import LabelledTexts
+    from toolkit.data.labeled_texts import LabeledTexts
 
-    return LabelledTexts(config.value(column_key), options.label_column, options.names)
+    return LabeledTexts(config.value(column_key), options.label_column, options.names)

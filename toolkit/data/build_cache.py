@@ -1,6 +1,6 @@
-"""Builds a token cache: the pieces of a corpus as tokens, which nobody finds before they are committed.
+"""Building of a token cache, which becomes visible only when it is committed.
 
-Loaded where a corpus has not been tokenised before.
+Imported only for a corpus that has not been tokenized before.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from toolkit.io.block_hashes import HashedFile
 
 if TYPE_CHECKING:
     from toolkit.data.chat.sft import ConversationEncoder
-    from toolkit.data.labelled_texts import LabelledTextEncoder
+    from toolkit.data.labeled_texts import LabeledTextEncoder
 
-RowEncoder: TypeAlias = "ConversationEncoder | LabelledTextEncoder"
+RowEncoder: TypeAlias = "ConversationEncoder | LabeledTextEncoder"
 
-FORMAT = 1  # raise it when pieces are cut, or documents are framed, in another way
+FORMAT = 1  # increment when the splitting of files or the framing of documents changes
 _MAX_REMARKS = 20
-ALONE_BYTES = 16 << 20  # of text: up to here helpers would hardly be under way before one process is done
-ONES = 1 << 20  # weights that are written at once
+ALONE_BYTES = 16 << 20  # up to this much text, starting helper processes takes longer than it saves
+ONES = 1 << 20  # weights written at a time
 
 
 def ids_dtype(tokenizer: Tokenizer) -> str:
-    """The type that holds every id."""
+    """Return the smallest dtype for all ids."""
     return "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
 
 
@@ -58,12 +58,13 @@ def build_cache(
     processes: int,
     progress: bool,
 ) -> None:
-    """Write the cache of ``key`` and commit it as ``folder``, if the text is ``unchanged`` since the key was
-    made. The caller holds the lock. ``processes`` and ``progress`` are those of
-    :func:`toolkit.data.token_cache.tokenized`.
+    """Write the cache of ``key`` and commit it as ``folder``, if the text is ``unchanged`` since then.
+
+    The caller holds the lock. ``processes`` and ``progress`` are those of
+    :func:`toolkit.data.token_cache.tokenize_corpus`.
 
     Raises:
-        DataError: the corpus is unreadable or empty, or has changed.
+        DataError: The corpus is unreadable or empty, or has changed.
     """
     processes = processes or _process_count(source)
     dtype = ids_dtype(tokenizer)
@@ -73,17 +74,17 @@ def build_cache(
         encode, extra = replace(encoder, files=source.files), encoder.EXTRA
     with _building(folder) as place:
         with TokenizeBar(source.name, source.n_bytes, processes, shown=progress) as bar:
-            pieces = encode_all(source.pieces(), encode, processes=processes)
-            with contextlib.closing(pieces):
-                n_tokens, n_documents, blocks, remarks = _write(pieces, place, bar, extra)
+            chunks = encode_all(source.chunks(), encode, processes=processes)
+            with contextlib.closing(chunks):
+                n_tokens, n_documents, blocks, remarks = _write(chunks, place, bar, extra)
         if n_documents == 0:
             files = "file" if len(source.files) == 1 else f"{len(source.files):,} files"
             raise DataError(
-                f"the corpus {source.name} holds no text in its {files}\n"
-                "  fix:  name files that have some in training.dataset_path (validation.dataset_path)"
+                f"the corpus {source.name} contains no text in its {files}\n"
+                "  fix:  set training.dataset_path (validation.dataset_path) to files that contain text"
             )
         if not unchanged():
-            raise DataError(f"the corpus {source.name} changed while it was tokenised\n  fix:  start again")
+            raise DataError(f"the corpus {source.name} changed while it was tokenized\n  fix:  start again")
         meta = {
             "format": FORMAT,
             "fingerprint": key,
@@ -98,18 +99,18 @@ def build_cache(
 
 
 class Building(Protocol):
-    """A cache that is being written, and that nobody finds before it is committed."""
+    """A cache that is being written and is not visible until it is committed."""
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A new file, which is complete on disk once it is closed."""
+        """Create a file, which is complete on disk once it is closed."""
 
     def commit(self, meta: bytes) -> None:
-        """Have the cache be there, with meta.json."""
+        """Make the cache visible, with ``meta`` as meta.json."""
 
 
 @contextlib.contextmanager
 def _building(folder: Path) -> Iterator[Building]:
-    """The cache of ``folder`` while it is built; what is not committed is removed."""
+    """Create the cache of ``folder``; what is not committed is removed."""
     if not isinstance(folder, Path):
         from toolkit.data.remote_cache import RemoteBuilding
 
@@ -124,7 +125,7 @@ def _building(folder: Path) -> Iterator[Building]:
 
 
 class _LocalBuilding:
-    """Files under a temporary name, until a rename commits them."""
+    """Files under a temporary name until a rename commits them."""
 
     def __init__(self, folder: Path):
         _remove_leftovers(folder.parent)
@@ -149,7 +150,7 @@ class _LocalBuilding:
 
 
 def _remove_leftovers(tokens: Path) -> None:
-    """Remove what killed builds of other corpora left: theirs is a lock that nobody holds."""
+    """Remove what killed builds of other corpora left behind, whose locks are free."""
     for leftover in tokens.glob("*.building"):
         with open(leftover.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,11 +159,11 @@ def _remove_leftovers(tokens: Path) -> None:
 
 def _process_count(source: Corpus) -> int:
     n_bytes = source.n_text_bytes
-    return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // text_files.PIECE_BYTES))
+    return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // text_files.CHUNK_BYTES))
 
 
 def _about(source: Corpus) -> dict[str, Any]:
-    """Facts of the source for meta.json, which others of the same content may not share."""
+    """Return facts about the source for meta.json, which may differ between corpora of the same content."""
     about: dict[str, Any] = {"corpus": source.name}
     if source.shape is None or source.shape.format == CLASSIFICATION:
         return about
@@ -171,37 +172,41 @@ def _about(source: Corpus) -> dict[str, Any]:
 
 
 def _write(
-    pieces: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
+    chunks: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
 ) -> tuple[int, int, dict[str, list[str]], Counter[str]]:
-    """Write pieces as they come, with files for what is ``extra``, and for weights where there are some;
-    returns the number of tokens and of documents, the hashes of the files, and the remarks."""
+    """Write chunks as they come, with files for ``extra`` data and, if there are any, for weights.
+
+    Returns the numbers of tokens and documents, the hashes of the files, and the remarks.
+    """
     n_tokens = n_documents = 0
     remarks: Counter[str] = Counter()
-    unfinished = 0  # tokens so far of a document that the next piece goes on with
+    unfinished = 0  # tokens so far of a document that continues in the next chunk
     with contextlib.ExitStack() as opened:
         names = ("tokens.bin", "offsets.bin", *extra)
         files = {name: HashedFile(opened.enter_context(place.create(name))) for name in names}
         files["offsets.bin"].write(bytes(8))
-        for piece in pieces:
-            extras = dict(piece.extra or {})
-            if WEIGHTS in extras and WEIGHTS not in files:  # the first: those of all tokens before are 1
+        for chunk in chunks:
+            extras = dict(chunk.extra or {})
+            if (
+                WEIGHTS in extras and WEIGHTS not in files
+            ):  # the first ones: all previous tokens have weight 1
                 files[WEIGHTS] = HashedFile(opened.enter_context(place.create(WEIGHTS)))
                 for begin in range(0, n_tokens, ONES):
                     files[WEIGHTS].write(np.ones(min(ONES, n_tokens - begin), np.float32))
             elif WEIGHTS in files:
-                extras.setdefault(WEIGHTS, np.ones(len(piece.tokens), np.float32))
-            files["tokens.bin"].write(piece.tokens)
-            remarks.update(piece.remarks or {})
+                extras.setdefault(WEIGHTS, np.ones(len(chunk.tokens), np.float32))
+            files["tokens.bin"].write(chunk.tokens)
+            remarks.update(chunk.remarks or {})
             for name, values in extras.items():
                 files[name].write(values)
-            lengths = piece.lengths.copy()
-            if not piece.opens:
+            lengths = chunk.lengths.copy()
+            if not chunk.opens:
                 lengths[0] += unfinished
-            if not piece.closes:
+            if not chunk.closes:
                 unfinished, lengths = int(lengths[-1]), lengths[:-1]
-            lengths = lengths[lengths > 0]  # a tokenizer without BOS and EOS may have nothing for a text
+            lengths = lengths[lengths > 0]  # without BOS and EOS a text may have no tokens
             ends = n_tokens + np.cumsum(lengths)
             files["offsets.bin"].write(ends)
             n_tokens, n_documents = (int(ends[-1]) if len(ends) else n_tokens, n_documents + len(ends))
-            bar.advance(piece.n_file_bytes, n_tokens)
+            bar.advance(chunk.n_file_bytes, n_tokens)
     return n_tokens, n_documents, {name: file.hashes() for name, file in files.items()}, remarks

@@ -1,4 +1,4 @@
-"""Loaders of the training and of validations, from a configuration."""
+"""Construction of the training and validation loaders from the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from toolkit.config import Config
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
-from toolkit.data.dataloader import Loader, MicroBatchDataset, MicroBatches, Order, as_it_is
+from toolkit.data.dataloader import Loader, MicroBatchDataset, MicroBatches, Order, identity_collate
 from toolkit.data.run_data import RunData
 from toolkit.data.sampler import corpus_indices
 from toolkit.data.streaming import streamed_loader
@@ -35,17 +35,17 @@ def build_loader(
     dp_size: int,
     seed: int = 0,
 ) -> Loader:
-    """A loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
+    """Build the loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
-    With the table of the training it is endless, each epoch in an order of its own; with that of the
-    validation it gives the corpus, or its first ``samples``, once and in its own order. ``pad_id`` None pads
-    with 0 (a padding token is neither attended to nor predicted). ``persistent_workers`` and
-    ``prefetch_factor`` mean nothing without workers, as in torchtitan's files.
+    With the training table it is infinite and each epoch has its own order; with the validation table it
+    yields the corpus, or its first ``samples``, once and in order. ``pad_id`` None pads with 0 (padding is
+    neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored without
+    workers, as in torchtitan's configs.
 
     Raises:
-        DataError: a corpus is shorter than one sample.
-        ValueError: the global batch is not a multiple of the micro-batches of all ranks; the validation of a
-            mixture, which would end with parts of it drawn more than once and others not.
+        DataError: A corpus is shorter than one sample. ValueError: The global batch is not a multiple of the
+        micro-batches of all ranks, or a mixture is to be
+            validated on, which would draw some samples more than once and others not at all.
     """
     if batch.total % (batch.local * dp_size):
         raise ValueError(f"a global batch of {batch.total} is not a multiple of {batch.local} x {dp_size}")
@@ -66,7 +66,7 @@ def build_loader(
         order = mixture = _mixture(parts, lengths, seed=seed, shuffle=shuffle)
         counted = _text(parts, mixture)
         if once:
-            raise ValueError("a mixture has no end")
+            raise ValueError("a mixture is infinite and cannot be used for validation")
     sampler = MicroBatches(samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once)
     counted |= {"seq_len": table.seq_len, "packing": data.packing, "shuffle": shuffle, "seed": seed}
     corpora = [part.corpus for part in parts]
@@ -82,7 +82,7 @@ def _torch_loader(
         warnings.filterwarnings("ignore", message=".*set_vital", category=UserWarning)
         return StatefulDataLoader(
             dataset, batch_size=None, sampler=sampler, num_workers=workers, pin_memory=options.pin_memory,
-            collate_fn=as_it_is, persistent_workers=options.persistent_workers and workers > 0,
+            collate_fn=identity_collate, persistent_workers=options.persistent_workers and workers > 0,
             prefetch_factor=options.prefetch_factor if workers > 0 else None,
             worker_init_fn=functools.partial(outlive_the_scheduler, os.getpid()),
         )  # fmt: skip
@@ -97,7 +97,7 @@ def _mixture(
 
 
 def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]:
-    """Identify the text of a mixture."""
+    """Return what identifies the text of a mixture."""
     from toolkit.data.mixture import identity
 
     return identity(mixture.quotas) | {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}
@@ -106,7 +106,7 @@ def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]
 def training_loader(
     config: Config, data: RunData, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
 ) -> Loader:
-    """The micro-batches of this rank that the model is trained on."""
+    """Build this rank's loader for training."""
     if config.data.streaming:
         return streamed_loader(config, batch, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
     return build_loader(
@@ -118,7 +118,7 @@ def training_loader(
 def validation_loader(
     config: Config, data: RunData, *, dp_rank: int, dp_size: int, table: str = "validation"
 ) -> Loader | None:
-    """The micro-batches of this rank of the held-out corpus of ``table``; None where there is none."""
+    """Build this rank's loader for the held-out corpus of ``table``; returns None if there is none."""
     if table not in data.caches:
         return None
     size = config.validation.local_batch_size

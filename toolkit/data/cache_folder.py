@@ -1,4 +1,4 @@
-"""The folder of this machine for what is kept of corpora and tokenizers. Imports no torch."""
+"""Local folder for caches of corpora and tokenizers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from toolkit.config.training import Data
 
 
 def local_cache(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return ``folder``, of data.cache_folder, or that key's default where it is none of this machine: token
-    caches may be in object storage, and all else that is kept has a place here."""
-    here = folder is not None and "://" not in str(folder)
-    return expand_user(folder if here and folder else Data().cache_folder).absolute()
+    """Return ``folder`` (data.cache_folder), or that key's default if it is a URL.
+
+    Token caches may be in object storage, but everything else is cached on this machine.
+    """
+    is_local = folder is not None and "://" not in str(folder)
+    return expand_user(folder if is_local and folder else Data().cache_folder).absolute()

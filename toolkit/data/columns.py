@@ -1,4 +1,4 @@
-"""Which text a row holds: one of its columns, or a template of them such as ``"{question}\\n{answer}"``."""
+"""The text of a row: one of its columns, or a template of columns such as ``"{question}\\n{answer}"``."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ _SHOWN = 20
 
 
 class Template(NamedTuple):
-    """The text of a row: ``literals`` with the values of ``columns`` between them."""
+    """Template of a row's text: ``literals`` with the values of ``columns`` between them."""
 
     literals: tuple[str, ...]
     columns: tuple[str, ...]
 
     def fill(self, values: Sequence[str | None]) -> str:
-        """The text of one row. A null is empty, and a row with nothing but empty values has no text."""
+        """Return the text of one row. Nulls count as empty; if all values are empty, so is the text."""
         if not any(values):
             return ""
         parts = [part for pair in zip(self.literals, values, strict=False) for part in pair]
         return "".join(part or "" for part in [*parts, self.literals[-1]])
 
 
-def template_for(text_column: str, there: Collection[str], where: str) -> Template:
-    """``data.text_column`` as a template over the columns that are ``there``.
+def template_for(text_column: str, names: Collection[str], where: str) -> Template:
+    """Parse ``data.text_column`` as a template over the columns ``names``.
 
-    The name of a column is taken as such, whatever braces it has. ``{{`` and ``}}`` are braces.
+    A column name is used as is, even if it contains braces. ``{{`` and ``}}`` are literal braces.
 
     Raises:
-        SourceError: a column is missing; it says ``where``, and which columns there are.
+        SourceError: A column is missing; the message contains ``where`` and the existing columns.
     """
-    template = Template(("", ""), (text_column,)) if text_column in there else _parse(text_column)
-    missing = [column for column in template.columns if column not in there]
+    template = Template(("", ""), (text_column,)) if text_column in names else _parse(text_column)
+    missing = [column for column in template.columns if column not in names]
     if not missing:
         return template
     which = "no such column" if missing == [text_column] else f"no column {missing[0]!r}"
-    names = first_few(list(map(repr, there)), _SHOWN) or "none"
-    fix = 'set data.text_column to the one that holds the text, or to a template such as "{title}\\n{body}"'
-    raise SourceError(Problem(f"{where} has {which}; it has {names}", fix, "text_column", text_column))
+    present = first_few(list(map(repr, names)), _SHOWN) or "none"
+    fix = 'set data.text_column to the column with the text, or to a template such as "{title}\\n{body}"'
+    raise SourceError(Problem(f"{where} has {which}; it has {present}", fix, "text_column", text_column))
 
 
 @functools.cache
 def _parse(text: str) -> Template:
-    """A text with a brace that has no partner, or with no field at all, names a column."""
-    literals, columns, place = [""], [], 0
+    """Parse a template; a text with unbalanced braces or without fields is a column name."""
+    literals, columns, position = [""], [], 0
     for match in _FIELD.finditer(text):
-        literals[-1] += text[place : match.start()]
-        place = match.end()
+        literals[-1] += text[position : match.start()]
+        position = match.end()
         if match[0] in ("{{", "}}"):
             literals[-1] += match[0][0]
         elif match[1]:
@@ -61,5 +61,5 @@ def _parse(text: str) -> Template:
             literals.append("")
         else:
             return Template(("", ""), (text,))
-    literals[-1] += text[place:]
+    literals[-1] += text[position:]
     return Template(tuple(literals), tuple(columns)) if columns else Template(("", ""), (text,))

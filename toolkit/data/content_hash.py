@@ -1,8 +1,8 @@
-"""Sizes of a corpus' files, and hashes of them that are remembered so that nothing is read twice.
+"""Sizes and hashes of a corpus's files. Hashes are cached so that files are not read twice.
 
-    <cache folder>/hashes/    for each list of files, the hash of each and the stamps it had then
+    <cache folder>/hashes/    for each list of files, the hash of each file and its stamps at that time
 
-A file is read again when its size, its time of modification or its time of status change is another.
+A file is read again if its size, modification time or status change time differs.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from toolkit.errors import DataError, Problem, printable
 from toolkit.hardware import cores
 from toolkit.io.json_fields import MAX_BYTES, parse_json
 
-SETTLED_SECONDS = 2.0  # a younger file could change again within its time stamp's resolution
+SETTLED_SECONDS = 2.0  # a younger file could change again within the resolution of its time stamps
 CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with tiktoken
 
 
 def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file FILE …") -> Problem | None:
-    """The problem of so much text where a run tokenises ``max_bytes`` itself, or None."""
+    """Return a problem if a run may tokenize only ``max_bytes`` of text by itself, else None."""
     if n_bytes <= max_bytes:
         return None
     minutes = n_bytes / CORE_BYTES_PER_SECOND / cores() / 60
     about = f"{minutes / 60:,.1f} h" if minutes >= 100 else f"{math.ceil(minutes)} min"
     rule = (
-        f"the corpus has about {n_bytes / 1e9:,.3g} GB of text that is not tokenised yet, and a run "
-        f"tokenises at most {max_bytes / 1e9:g} GB itself"
+        f"the corpus has about {n_bytes / 1e9:,.3g} GB of text that is not tokenized yet, and a run "
+        f"tokenizes at most {max_bytes / 1e9:g} GB by itself"
     )
     fix = (
         f"run `python -m tools.prepare_data {flags}` first, which takes about {about} on the {cores()} "
@@ -49,7 +49,7 @@ def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file 
 
 
 def stamps(source: Corpus) -> list[tuple[int, ...]]:
-    """Stamps that change when a file is written: size, and times of modification and of status change."""
+    """Return stamps that change when a file is written: size, modification time and status change time."""
     try:
         stats = [path.stat() for path in source.files]
     except OSError as error:
@@ -58,7 +58,7 @@ def stamps(source: Corpus) -> list[tuple[int, ...]]:
 
 
 def unread(source: Corpus, root: Path) -> list[Path]:
-    """The files whose contents are not known from before, as far as their stamps tell."""
+    """Return the files whose contents are not known yet, judging by their stamps."""
     return _changed(source, _known(_record(source, root)), stamps(source))
 
 
@@ -71,14 +71,14 @@ def _changed(source: Corpus, known: Mapping[str, list], found: Iterable[tuple[in
 
 
 def content_hashes(source: Corpus, root: Path, progress: bool) -> list[str]:
-    """SHA-256 of each file, remembered under the list of their paths while their stamps stay the same."""
+    """Return the SHA-256 of each file, cached by the list of paths as long as their stamps are the same."""
     record, found = _record(source, root), stamps(source)
     known = _known(record)  # once: another rank may write it at any time
     if new := _changed(source, known, found):
         size = sum(path.stat().st_size for path in new)
         if size > 1 << 30:
             files = f"{len(new):,} files, {size / 1e9:.1f} GB"
-            say(progress, f"hashing {files}, to see whether they are tokenised")
+            say(progress, f"hashing {files}, to find out whether they are already tokenized")
         settled = (time.time() - SETTLED_SECONDS) * 1e9
         with ThreadPoolExecutor(min(8, cores())) as threads:
             hashes = dict(zip(new, threads.map(_file_hash, new), strict=True))
@@ -86,14 +86,14 @@ def content_hashes(source: Corpus, root: Path, progress: bool) -> list[str]:
             str(path): [stamp, hashes.get(path) or known[str(path)][1]]
             for path, stamp in zip(source.files, found, strict=True)
         }
-        # A read-only cache folder is no reason to stop: it may hold the tokens already.
+        # A read-only cache folder is no error: it may already contain the tokens.
         with contextlib.suppress(OSError):
             remember(record, {path: entry for path, entry in known.items() if max(entry[0][1:]) < settled})
     return [known[str(path)][1] for path in source.files]
 
 
 def remember(record: Path, entries: Mapping[str, Any]) -> None:
-    """Write ``record`` as JSON, whole or not at all."""
+    """Write ``record`` as JSON atomically."""
     record.parent.mkdir(parents=True, exist_ok=True)
     temporary = record.with_name(f"{record.name}.{socket.gethostname()}.{os.getpid()}")
     temporary.write_text(json.dumps(entries))
@@ -106,7 +106,7 @@ def _record(source: Corpus, root: Path) -> Path:
 
 
 def _known(record: Path) -> dict[str, list]:
-    """Stamps and hash of each file, as they were remembered; what is no such entry is not."""
+    """Return the cached stamps and hash of each file, ignoring invalid entries."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         found = parse_json(read_bytes(record, at_most=MAX_BYTES))
@@ -127,6 +127,6 @@ def _file_hash(path: Path) -> str:
 
 
 def say(progress: bool, message: str) -> None:
-    """Tell the user on stderr, where ``progress``."""
+    """Print a message to stderr if ``progress``."""
     if progress:
         print(printable(message), file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
 """Rows of constant length from conversations, which are never split over rows.
 
-A conversation of n tokens takes n − 1 places: its last token is predicted and predicts nothing. One that
-takes more places than a row has is cut. Packed, conversations are put into rows by best fit decreasing
-(Johnson, "Near-optimal bin packing algorithms", 1973): the longest first, each into the row in which it
-leaves the least room. Which share a row is a function of the lengths alone; rows are numbered by the first
-conversation in them, and hold theirs in the order of the files. Padded, each conversation has a row of its
-own. A pair, the chosen and the rejected answer, is kept together, in this order.
+A conversation of n tokens takes n − 1 positions: its last token is only predicted. A conversation that takes
+more positions than a row has is truncated. With packing, conversations are assigned to rows by best fit
+decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): the longest first, each into the row where
+it leaves the least room. The assignment depends only on the lengths; rows are numbered by the first
+conversation in them, and keep the order of the files. With padding, each conversation has its own row. A
+pair, the chosen and the rejected answer, stays together, in this order.
 
-With a document mask each conversation is a document with positions of its own, so that it has the logits
-that it would have alone.
+With a document mask each conversation is a document with its own positions, so that its logits are the same
+as if it were alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.data.chat.empty_masks import LEARNT, places, together, without_loss
+from toolkit.data.chat.empty_masks import IN_LOSS, places, together, without_loss
 from toolkit.data.packing import Rows, Sample
 from toolkit.data.token_files import TokenCache
 from toolkit.loss import IGNORED_LABEL
 
 
 class ConversationRows(Rows):
-    """Rows of whole conversations, those without a token to learn left out."""
+    """Rows of whole conversations, without those that have no token in the loss."""
 
     def __init__(
         self, corpus: TokenCache, seq_len: int, *, packing: bool, document_mask: bool = True, pad_id: int = 0
@@ -38,17 +38,17 @@ class ConversationRows(Rows):
         rows = best_fit(fitting[kept].sum(axis=1), seq_len) if packing else np.arange(len(kept))
         order = np.argsort(rows, kind="stable")
         self.conversations = (kept[order][:, None] * n + np.arange(n)).ravel()
-        """The conversations that are trained on, row by row."""
+        """The conversations that are used, row by row."""
         self.places = fitting[kept[order]].ravel()
-        """The places that each of these takes."""
+        """The number of positions that each of these takes."""
         self.starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2)) * n
-        """(rows + 1,) where each row begins in these."""
+        """(rows + 1,) start of each row in these."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def sample(self, k: int) -> Sample:
-        """Row ``k``."""
+        """Return row ``k``."""
         row, place = self.blank(), 0
         if self.weights is not None:
             row["weights"] = np.ones(self.seq_len, np.float32)
@@ -69,10 +69,10 @@ class ConversationRows(Rows):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Which row each of ``lengths`` (int64, 1 to ``capacity``) goes into, by best fit decreasing.
+    """Assign ``lengths`` (int64, 1 to ``capacity``) to rows by best fit decreasing; returns their rows.
 
-    Items of one length are placed together: into each row as many as it has room for, since a row that has
-    taken one leaves less room than any other of its kind.
+    Items of one length are assigned together: each row takes as many as fit, since a row that has taken one
+    leaves less room than any other of its kind.
     """
     bins = np.empty(len(lengths), np.int64)
     open_rows: dict[int, list[np.ndarray]] = {}  # by the room that is left
@@ -111,14 +111,14 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _by_first_item(bins: np.ndarray) -> np.ndarray:
-    """The same rows, numbered in the order of their first items."""
+    """Renumber the rows in the order of their first items."""
     _, first, inverse = np.unique(bins, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse]
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """How conversations fill rows. ``lengths`` (conversations,) are all of them in tokens, whole."""
+    """Statistics of packed conversations. ``lengths`` (conversations,) are in tokens, before truncation."""
 
     lengths: np.ndarray
     dropped: int
@@ -136,27 +136,27 @@ class Statistics:
         lengths = self.lengths
         low, middle, high, most = np.percentile(lengths, [0, 50, 95, 100])
         padding, learnt = 1 - self.filled / self.places, self.learnt / self.filled
-        dropped = f", {self.dropped:,} dropped without a token to learn" if self.dropped else ""
-        alike = f", {self.alike:,} with two equal answers, which teach nothing" if self.alike else ""
+        dropped = f", {self.dropped:,} dropped without a token in the loss" if self.dropped else ""
+        alike = f", {self.alike:,} with identical answers, which have no effect" if self.alike else ""
         pairs = f"; {self.pairs:,} pairs{alike}" if self.pairs else ""
-        cut = f"{self.cut:,} cut, {self.tokens_cut:,} tokens lost" if self.cut else "none cut"
+        cut = f"{self.cut:,} truncated, {self.tokens_cut:,} tokens lost" if self.cut else "none truncated"
         return "\n".join(
             [
                 f"{len(lengths):,} conversations{dropped}; {cut}{pairs}",
-                f"  tokens of one: {low:,.0f} to {most:,.0f}, mean {lengths.mean():,.1f}, "
+                f"  tokens per conversation: {low:,.0f} to {most:,.0f}, mean {lengths.mean():,.1f}, "
                 f"median {middle:,.0f}, 95% within {high:,.0f}",
                 f"  {self.rows:,} rows of {self.places // self.rows:,}: {padding:.2%} padding; "
-                f"{learnt:.1%} of the tokens are learnt{', by weights' * self.weighted}",
+                f"{learnt:.1%} of the tokens are trained on{', with weights' * self.weighted}",
             ]
         )
 
 
 def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
-    """Count what a start tells of a corpus of conversations."""
+    """Compute the statistics that are printed at start-up."""
     assert corpus.conversations is not None and corpus.mask is not None
     lengths, kept = np.diff(corpus.offsets), rows.conversations
     lost = lengths[kept] - 1 - rows.places
-    learnt = int(corpus.conversations[kept, LEARNT].sum())
+    learnt = int(corpus.conversations[kept, IN_LOSS].sum())
     for index, n in zip(kept[lost > 0], rows.places[lost > 0], strict=True):
         learnt -= int(corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum())
     return Statistics(
@@ -175,7 +175,7 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
 
 
 def _alike(corpus: TokenCache, kept: np.ndarray) -> int:
-    """Pairs of which both answers are the same."""
+    """Count the pairs with two identical answers."""
     chosen = kept[::2]
     lengths = np.diff(corpus.offsets)
     begins = corpus.offsets[chosen[lengths[chosen] == lengths[chosen + 1]]]

@@ -1,4 +1,4 @@
-"""A corpus as a list of files, whatever they are of, and the error of one that cannot be used."""
+"""A corpus: an ordered list of files of any supported kind."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from toolkit.data import text_files
 from toolkit.data.file_kinds import COMPRESSED, COMPRESSION, RowShape, kind
 
 if TYPE_CHECKING:
-    from toolkit.data.text_files import Piece
+    from toolkit.data.text_files import Chunk
 
 CLASSIFICATION, PREFERENCE = "classification", "preference"
-"""The formats of rows of a text and its class, and of two answers to a prompt."""
+"""Formats of rows with a text and its class, and with two answers to a prompt."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """An ordered list of files. ``name`` is what the user called it.
+    """An ordered list of files. ``name`` is the user's name for it.
 
-    ``identity`` names the contents where they are known without reading the files. With a ``shape`` its
-    rows are more than texts: conversations, or texts with a class. ``splits`` are those that a folder has, of
-    which the files are one; ``notes`` say what of a folder was taken and what left out.
+    ``identity`` identifies the contents if they are known without reading the files. With a ``shape``, rows
+    are conversations or labeled texts instead of plain texts. ``splits`` are those of the folder that the
+    files come from; ``notes`` describe which of its files are used and which are skipped.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Corpus:
 
     @property
     def choices(self) -> set[str]:
-        """Which of "subset" and "split" mean something for it."""
+        """Choices that can be made: "subset", "split", both or none."""
         return {"split"} if self.splits else set()
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the files on disk, compressed as they are."""
+        """Size of the files on disk in bytes, possibly compressed."""
         return sum(path.stat().st_size for path in self.files)
 
     @property
     def n_text_bytes(self) -> int:
-        """About how many bytes of text there are."""
+        """Approximate bytes of text."""
         rows = [path for path in self.files if kind(path) == "rows"]
         others = [path for path in self.files if kind(path) != "rows"]
         size = sum(path.stat().st_size * (COMPRESSION if path.suffix in COMPRESSED else 1) for path in others)
@@ -58,9 +58,12 @@ class Corpus:
 
         return size + parquet.text_bytes(rows, self.text_column)
 
-    def pieces(self, size: int = 0) -> Iterator[Piece]:
-        """Every file, in order, as pieces of about ``size`` bytes of text, or 1 MiB. Raises DataError for a
-        file that cannot be read."""
+    def chunks(self, size: int = 0) -> Iterator[Chunk]:
+        """Yield all files in order as chunks of about ``size`` bytes of text, or 1 MiB.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
         for path in self.files:
             if kind(path) == "rows":
                 from toolkit.data import parquet
@@ -69,11 +72,11 @@ class Corpus:
                 yield from (
                     parquet.read_shaped(path, shape)
                     if shape
-                    else parquet.read_pieces(path, self.text_column, size)
+                    else parquet.read_chunks(path, self.text_column, size)
                 )
             else:
-                yield from text_files.read_pieces(path, size)
+                yield from text_files.read_chunks(path, size)
 
-    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
-        """The source with its files at hand, which these are."""
+    def fetch(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
+        """Return the source with its files on this machine, which is this one."""
         return self

@@ -1,9 +1,9 @@
-"""Batches for one rank: a pure function of how many samples the run has consumed.
+"""Batches for one rank: a pure function of the number of samples that the run has consumed.
 
-Global batch g after a start at sample s is samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank r
-of R takes the r-th R-th of them, ``local_batch_size`` at a time. No worker, prefetch depth or number of
-ranks changes which samples those are, so the loader's state is one counter (and what it counts, to
-refuse another corpus or mixture).
+Global batch g after a start at sample s contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel
+rank r of R takes the r-th of R equal parts, ``local_batch_size`` at a time. These samples depend on no
+worker, prefetch depth or number of ranks, so the loader's state is one counter (and a description of what it
+counts, to reject another corpus or mixture).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor | None]
 FIELDS = ("tokens", "labels", "positions", "documents")
-ORDERED_AT_ONCE = 4096  # samples whose place is computed in one vectorised step
-ORDERED_SPAN = 1 << 19  # of the run, in which these lie: a mixture computes all the blocks between
+ORDERED_AT_ONCE = 4096  # samples whose order is computed in one vectorized step
+ORDERED_SPAN = 1 << 19  # samples of the run that one step may span: a mixture computes all blocks in between
 
 Order = Callable[[np.ndarray], np.ndarray]
-"""From the numbers of samples in the run to their indices in the corpora, both int64."""
+"""Maps sample numbers of the run to indices in the corpora, both int64."""
 
 
 class MicroBatches(Sampler[list[int]]):
@@ -66,10 +66,10 @@ class MicroBatches(Sampler[list[int]]):
 
 
 class MicroBatchDataset(Dataset[Batch]):
-    """Rows, put together a micro-batch at a time (torch's own collation would copy each row once more).
+    """Rows, collated one micro-batch at a time (torch's default collation would copy each row once more).
 
-    The rows of several corpora lie end to end, in the order of ``corpora``, which are by their names. Where
-    one of them has weights, those of the others' rows are 1.
+    The rows of several corpora are concatenated in the order of ``corpora``, which is by name. If one corpus
+    has weights, those of the others are 1.
     """
 
     def __init__(self, corpora: Mapping[str, TokenCache], **options: Any):
@@ -78,13 +78,13 @@ class MicroBatchDataset(Dataset[Batch]):
         self.starts = [0, *accumulate(map(len, self.rows))]
         weighted = any(corpus.weights is not None for corpus in corpora.values())
         self._plain = {"weights": np.ones(options["seq_len"], np.float32)} if weighted else {}
-        self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # RemoteArray's: at once
+        self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # RemoteArray's is concurrent
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def __reduce__(self) -> tuple:
-        # To a worker that is not forked go the names of the cache folders, never the tokens.
+        # Workers that are not forked receive the names of the cache folders, not the tokens.
         return functools.partial(MicroBatchDataset, **self.options), (self.corpora,)
 
     def __getitem__(self, indices: list[int]) -> Batch:
@@ -109,31 +109,32 @@ def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
 
         return ConversationRows(corpus, **options)
     if corpus.labels is not None:
-        from toolkit.data.labelled_rows import LabelledRows
+        from toolkit.data.labeled_rows import LabeledRows
 
-        return LabelledRows(corpus, **options)
+        return LabeledRows(corpus, **options)
     try:
         return corpus_rows(corpus.tokens, corpus.offsets, **options)
     except DataError as error:
         raise DataError(f"data.mixture.{name}: {error}" if name else str(error)) from None
 
 
-def as_it_is(batch: Batch) -> Batch:
+def identity_collate(batch: Batch) -> Batch:
+    """Return the batch, which the dataset has already collated."""
     return batch
 
 
 class Loader:
-    """Iterates micro-batches: tokens, labels, positions int64, documents int32 and weights float32, each
-    (B, S).
+    """Iterates over micro-batches: tokens, labels, positions (int64), documents (int32) and weights
+    (float32), each (B, S).
 
-    positions and documents are None without a document mask; weights are left out where no corpus has some.
-    An infinite loader goes on from where its
-    state says; a finite one starts anew with each ``iter``, gives each sample once and ends with a global
-    batch filled up by rows without labels, so that all ranks have equally many micro-batches.
+    positions and documents are None without a document mask; weights are absent if no corpus has any. An
+    infinite loader continues from its state. A finite one restarts with each ``iter``, yields each sample
+    once and pads the last global batch with rows without labels, so that all ranks have the same number of
+    micro-batches.
     """
 
     mixture: MixtureOrder | None
-    """The shares of the parts of a mixture."""
+    """Order of a mixture, with the shares of its parts."""
 
     def __init__(
         self,
@@ -145,17 +146,17 @@ class Loader:
     ):
         self._data, self._sampler, self._counted, self.mixture = data, sampler, counted, mixture
         self._corpora = corpora
-        self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # a global batch, of this rank
+        self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # per global batch and rank
         self._start = 0
         self._taken = 0
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of one pass over the corpus; of a mixture, as many as its parts have together."""
+        """Samples per pass over the corpus; for a mixture, as many as its parts have together."""
         return self._sampler.n
 
     def conversations(self) -> Iterator[str]:
-        """Tell how the conversations, or the texts with a class, of each corpus fill its rows."""
+        """Describe how the conversations or labeled texts of each corpus fill its rows."""
         dataset = self._data.dataset
         for (name, corpus), rows in zip(dataset.corpora.items(), dataset.rows, strict=True):
             if corpus.mask is not None:
@@ -167,12 +168,12 @@ class Loader:
 
     @property
     def identity(self) -> str:
-        """Tell which samples these are."""
+        """Description that identifies the samples."""
         return json.dumps({**self._counted, "of": self._sampler.n})
 
     @property
     def samples(self) -> int:
-        """Samples consumed by the whole run, to the last complete global batch."""
+        """Samples consumed by the whole run, up to the last complete global batch."""
         return self._start + self._taken // self._micro_batches * self._sampler.global_batch_size
 
     def __iter__(self) -> Iterator[Batch]:
@@ -181,33 +182,34 @@ class Loader:
         self._sampler.start = self._start
         return _Counted(self, iter(self._data))
 
-    def refuse_unknown_ids(self, batch: Batch) -> None:
-        """Raise DataError where an id is none of the tokenizer's: an embedding has no row for it."""
-        labels = None if self._corpora[0].labels is not None else batch["labels"]  # those are no ids
+    def check_ids(self, batch: Batch) -> None:
+        """Raise DataError if an id is not in the tokenizer: the embedding has no row for it."""
+        labels = None if self._corpora[0].labels is not None else batch["labels"]  # class labels are no ids
         highest = max(int(part.max()) for part in (batch["tokens"], labels) if part is not None)
         if highest >= self._corpora[0].n_words:
             folders = ", ".join(str(corpus.folder) for corpus in self._corpora)
             raise DataError(
-                f"the token cache in {folders} is damaged: it has the id {highest:,}, and the tokenizer "
-                f"{self._corpora[0].n_words:,} entries\n"
-                "  fix:  python -m tools.prepare_data --verify with the configuration of this run"
+                f"the token cache in {folders} is damaged: it contains the id {highest:,}, but the tokenizer "
+                f"has {self._corpora[0].n_words:,} tokens\n"
+                "  fix:  run python -m tools.prepare_data --verify with the configuration of this run"
             )
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Samples consumed (not prefetched) and what they were samples of."""
+        """Return the number of samples consumed (not prefetched) and what identifies them."""
         return {"samples": self.samples, **self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that ``state`` counts, at any number of ranks, workers or batch size.
+        """Continue after the samples that ``state`` counts, with any number of ranks, workers or batch size.
 
-        Raises DataError where the state counts samples of another corpus, seed or packing.
+        Raises:
+            DataError: The state counts samples of another corpus, seed or packing.
         """
-        check_same_base(self._counted, state)
+        check_same_samples(self._counted, state)
         self._start, self._taken = int(state["samples"]), 0
 
 
 class _Counted:
-    """Checks and counts micro-batches as they are handed over, whatever has been prefetched behind them."""
+    """Checks and counts micro-batches when they are handed over, regardless of prefetching."""
 
     def __init__(self, loader: Loader, batches: Iterator[Batch]):
         self._loader, self._batches = loader, batches
@@ -218,15 +220,15 @@ class _Counted:
     def __next__(self) -> Batch:
         try:
             batch = next(self._batches)
-        except (ConnectionError, EOFError) as error:  # the worker has ended while its batch was handed over
-            raise _lost("a DataLoader worker has ended") from error
-        self._loader.refuse_unknown_ids(batch)
+        except (ConnectionError, EOFError) as error:  # the worker exited while sending its batch
+            raise _worker_error("a DataLoader worker has exited") from error
+        self._loader.check_ids(batch)
         self._loader._taken += 1
         return batch
 
 
-def check_same_base(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise DataError where ``state`` has counted samples of something else than ``counted`` says."""
+def check_same_samples(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise DataError if ``state`` counts other samples than ``counted`` describes."""
     changed = [
         f"{name} was {state.get(name)!r} and is {value!r}"
         for name, value in counted.items()
@@ -234,26 +236,25 @@ def check_same_base(counted: Mapping[str, Any], state: Mapping[str, Any]) -> Non
     ]
     if changed:
         raise DataError(
-            f"the data position of the checkpoint does not fit this run: {'; '.join(changed)}\n"
-            "  fix:  restore these (corpus: the text and the tokenizer), or start the data anew with "
-            f'checkpoint.exclude_from_loading = ["dataloader"], in another job.dump_folder where this run '
-            "has done so already"
+            f"the data position of the checkpoint does not match this run: {'; '.join(changed)}\n"
+            "  fix:  restore these (corpus: the text and the tokenizer), or restart the data with "
+            f'checkpoint.exclude_from_loading = ["dataloader"], in another job.dump_folder if this run has '
+            "already done so"
         )
 
 
 def lost_worker(error: RuntimeError) -> DataError | None:
-    """Turn ``error`` into what the user is told, if it is torch's about a worker that has ended.
+    """Convert torch's error about a worker that has exited, which interrupts whatever this process does.
 
-    torch raises it in whatever this process is at, as soon as the worker ends.
+    Returns None for any other error.
     """
-    said = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
-    return _lost(said[0]) if said else None
+    match = re.match(r"DataLoader worker \(pid.*?\) [^.]*", str(error))
+    return _worker_error(match[0]) if match else None
 
 
-def _lost(what: str) -> DataError:
-    """The error in which ``what`` is told."""
+def _worker_error(what: str) -> DataError:
     return DataError(
         f"{what}: it was killed, or memory ran out (see dmesg)\n"
-        "  fix:  lower training.dataloader.num_workers or prefetch_factor; the same command goes on from the "
+        "  fix:  lower training.dataloader.num_workers or prefetch_factor; the same command resumes from the "
         "newest checkpoint"
     )

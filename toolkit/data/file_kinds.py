@@ -1,4 +1,4 @@
-"""Kinds of files that text is read from, by their names, and the error of a corpus that cannot be used."""
+"""Kinds of text files, by their names, and the error for a corpus that cannot be used."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from toolkit.errors import DataError, Problem, install_command
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed text and JSON."""
-COMPRESSION = 3  # compressed text is about three times as long as its file
+COMPRESSION = 3  # text is about three times as long as its compressed file
 READ = ".txt, .jsonl or .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
 SUFFIXES = (".parquet", *(kind + how for kind in (".txt", ".jsonl", ".json") for how in ("", *COMPRESSED)))
-"""Suffixes of all files that are read, as :data:`READ` lists them."""
+"""Suffixes of all supported files, as in :data:`READ`."""
 
 
 class SourceError(DataError):
-    """A corpus cannot be used; its problem names one of its keys in the config, such as dataset_path."""
+    """A corpus cannot be used; its problem names a config key such as dataset_path."""
 
     def __init__(self, problem: Problem):
         self.problems = [problem]
@@ -26,27 +26,28 @@ class SourceError(DataError):
 
 
 class RowShape(Protocol):
-    """Contents of a row, where that is more than one text."""
+    """Contents of a row that is more than plain text."""
 
     @property
     def format(self) -> str: ...
 
-    def columns(self, there: Collection[str], where: str) -> list[str]:
-        """The columns to read, of those that are ``there``. Raises SourceError; it says ``where``."""
+    def columns(self, names: Collection[str], where: str) -> list[str]:
+        """Return the columns to read, out of ``names``. Raises SourceError, whose message contains
+        ``where``."""
 
     def check(self, row: Mapping[str, Any], where: str) -> None:
-        """Raise DataError where a row is none of these."""
+        """Raise DataError if a row does not have this shape."""
 
 
 def kind(path: Path) -> str:
-    """Tell a file's kind by its name: "text", "json", or "rows" of columns."""
+    """Return a file's kind by its name: "text", "json", or "rows" (columnar)."""
     if path.suffix in (".parquet", ".arrow"):
         return "rows"
     return "json" if is_json(path) else "text"
 
 
 def is_json(path: Path) -> bool:
-    """Say if the file has rows of JSON (else it is plain text), by its name."""
+    """Return whether the file contains JSON rows (else plain text), by its name."""
     name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
     return name.endswith((".jsonl", ".json"))
 

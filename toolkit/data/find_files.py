@@ -1,4 +1,4 @@
-"""Files of text: found by name, folder or glob, and looked at before anything is started."""
+"""Find text files by name, folder or glob, and check them before a run starts."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ from toolkit.config.local_paths import expand_user
 from toolkit.data import text_files
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import READ, SUFFIXES, SourceError, kind, require
-from toolkit.data.folder_files import take
+from toolkit.data.folder_files import choose_files
 from toolkit.errors import ConfigError, Problem, closest
 
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-MAX_ENTRIES = 500_000  # of a folder that is searched, folders included
+MAX_ENTRIES = 500_000  # maximum files and folders below a folder that is searched
 
 
 def open_text(path: str, text_column: str = "text") -> Corpus:
-    """The files at ``path`` that a program is to read, as :func:`~toolkit.data.sources.open_corpus` finds
-    them; one that is named may have any suffix, and is text then.
+    """Find the files at ``path`` for a tool, as :func:`~toolkit.data.sources.open_corpus` does.
+
+    A file that is named explicitly may have any suffix and is then text.
 
     Raises:
-        SourceError: as :func:`~toolkit.data.sources.open_corpus`; a folder has several splits.
-        ConfigError: another column than "text" is named, and no file there has columns.
+        SourceError: As in :func:`~toolkit.data.sources.open_corpus`, or a folder has several splits.
+        ConfigError: A column other than "text" is given, but no file has columns.
     """
-    found = find(path, split=None, any_suffix=True)
-    source = Corpus(path, found.files, text_column, notes=found.notes)
+    match = find(path, split=None, any_suffix=True)
+    source = Corpus(path, match.files, text_column, notes=match.notes)
     if text_column != "text" and all(kind(file) == "text" for file in source.files):
         raise ConfigError(Problem(f"no file of {path} has columns", "remove it", "text_column", text_column))
     check_columns(source)
     return source
 
 
-class Found(NamedTuple):
-    """Files, the splits that their folders have, and notes on what is left out of these."""
+class FileList(NamedTuple):
+    """Files, the splits of their folders, and notes on skipped files."""
 
     files: tuple[Path, ...]
     splits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def find(path: str, *, split: str | None, any_suffix: bool = False) -> Found:
-    """The files at ``path``; ``split`` counts where a folder has several, and a file that is named may have
-    ``any_suffix``.
+def find(path: str, *, split: str | None, any_suffix: bool = False) -> FileList:
+    """Find the files at ``path``.
+
+    ``split`` selects one of several splits of a folder. With ``any_suffix``, a file that is named explicitly
+    may have any suffix.
 
     Raises:
-        SourceError: there are none, or one that cannot be read; a folder without this split.
+        SourceError: There are no files, one cannot be read, or a folder does not have this split.
     """
     if "://" in path:
         from toolkit.data.remote_text import find_remote
 
-        return Found(*find_remote(path, split))
-    # A path that exists is taken whole, so that a comma or a bracket in a name does no harm.
+        return FileList(*find_remote(path, split))
+    # An existing path is not split, so that names may contain commas and brackets.
     items = [path] if os.path.exists(os.path.expanduser(path)) else [item.strip() for item in path.split(",")]
-    found: dict[str, Path] = {}
+    by_real_path: dict[str, Path] = {}
     splits: list[str] = []
     notes: list[str] = []
     for item in filter(None, items):
@@ -65,52 +68,50 @@ def find(path: str, *, split: str | None, any_suffix: bool = False) -> Found:
         splits += some.splits
         notes += some.notes
         for file in some.files:
-            found.setdefault(os.path.realpath(file), file)  # whatever links name it
-    files = tuple(found.values())
+            by_real_path.setdefault(os.path.realpath(file), file)  # several links may name it
+    files = tuple(by_real_path.values())
     for file in files:
         if os.path.exists(file) and not os.path.isfile(file):
-            raise _path_error(path, f"{file} is no regular file", "name files of text")
+            raise _path_error(path, f"{file} is not a regular file", "use text files")
         if not os.access(file, os.R_OK):
             raise _path_error(path, f"{file} cannot be read", "give this user permission to read it")
     if not files:
-        raise _path_error(path, "it names no file", "name a file, a folder or a glob")
-    return Found(files, tuple(dict.fromkeys(splits)), tuple(notes))
+        raise _path_error(path, "it contains no file name", "set a file, a folder or a glob")
+    return FileList(files, tuple(dict.fromkeys(splits)), tuple(notes))
 
 
-def _find_item(item: str, split: str | None, *, any_suffix: bool) -> Found:
-    place = expand_user(item)
-    if _is_saved_dataset(place):
+def _find_item(item: str, split: str | None, *, any_suffix: bool) -> FileList:
+    path = expand_user(item)
+    if _is_saved_dataset(path):
         from toolkit.data import hub
 
-        return Found(*hub.saved_files(place.absolute(), split))
-    if place.is_dir():
-        taken = take(item, (file.relative_to(place).as_posix() for file in _walk(place)), split)
-        files = tuple(Path(os.path.abspath(place / name)) for name in taken.names)
-        return Found(files, taken.splits, (taken.note,) * bool(taken.note))
-    if os.path.exists(place):
-        found = [place]
+        return FileList(*hub.saved_files(path.absolute(), split))
+    if path.is_dir():
+        chosen = choose_files(item, (file.relative_to(path).as_posix() for file in _walk(path)), split)
+        files = tuple(Path(os.path.abspath(path / name)) for name in chosen.names)
+        return FileList(files, chosen.splits, (chosen.note,) * bool(chosen.note))
+    if os.path.exists(path):
+        matches = [path]
     elif glob.has_magic(item):
-        matches = _matches(str(place), item)
-        found = sorted(Path(match) for match in matches if not os.path.isdir(match))
-        if not found:
+        names = _matches(str(path), item)
+        matches = sorted(Path(name) for name in names if not os.path.isdir(name))
+        if not matches:
             raise _path_error(item, "no file matches this pattern", "check the pattern")
     else:
-        hint = _path_hint(place)
-        if not any_suffix and _LIKE_AN_ID.fullmatch(item) and not place.parent.exists():
-            hint += (
-                f"; if it is a dataset of the Hugging Face hub, set dataset = {item!r} and no dataset_path"
-            )
+        hint = _path_hint(path)
+        if not any_suffix and _LIKE_AN_ID.fullmatch(item) and not path.parent.exists():
+            hint += f"; if it is a dataset of the Hugging Face Hub, set dataset = {item!r}, not dataset_path"
         raise _path_error(item, "there is no such file or folder", hint)
-    for file in found:
+    for file in matches:
         if not any_suffix and not file.name.endswith(SUFFIXES):
-            raise _path_error(item, f"{file.name!r} is not a text corpus", f"name a {READ} file")
-    return Found(tuple(Path(os.path.abspath(file)) for file in found))
+            raise _path_error(item, f"{file.name!r} is not a supported text file", f"use a {READ} file")
+    return FileList(tuple(Path(os.path.abspath(file)) for file in matches))
 
 
-def _is_saved_dataset(place: Path) -> bool:
-    """Say if ``save_to_disk`` wrote this folder."""
-    one = all(os.path.isfile(place / name) for name in ("state.json", "dataset_info.json"))
-    return one or os.path.isfile(place / "dataset_dict.json")
+def _is_saved_dataset(path: Path) -> bool:
+    """Return whether ``save_to_disk`` wrote this folder."""
+    single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))
+    return single or os.path.isfile(path / "dataset_dict.json")
 
 
 def _walk(top: Path) -> Iterator[Path]:
@@ -119,27 +120,27 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, each once whatever links lead to it, with the names of their files.
+    """Yield a folder and its subfolders with their file names, each once even if several links lead to it.
 
     Raises:
-        SourceError: there are so many that ``item`` cannot mean them, or one of them cannot be read.
+        SourceError: There are too many for ``item`` to be meant, or a folder cannot be read.
     """
 
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # it has gone
+    def raise_error(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # ignore folders removed meanwhile
             rule = f"the folder {error.filename} cannot be read: {error.strerror}"
-            raise _path_error(item, rule, "make it readable, or name what shall be read")
+            raise _path_error(item, rule, "make it readable, or use a more specific path")
 
     seen, entries = set(), 0
-    for here, folders, names in os.walk(top, followlinks=True, onerror=refuse):
+    for here, folders, names in os.walk(top, followlinks=True, onerror=raise_error):
         try:
             status = os.stat(here)
-        except OSError:  # it has gone
+        except OSError:  # removed meanwhile
             continue
         entries += 1 + len(names)
         if entries > MAX_ENTRIES:
             rule = f"there are more than {MAX_ENTRIES:,} files and folders below {top}"
-            raise _path_error(item, rule, "name the folder that holds the text")
+            raise _path_error(item, rule, "use the folder that contains the text")
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue
@@ -149,7 +150,7 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _matches(pattern: str, item: str) -> Iterator[str]:
-    """Paths that a glob names. That of Python follows links that go in circles, some forty times round."""
+    """Yield the paths that a glob matches; Python's follows link cycles some forty times."""
     head, recursive, tail = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern).partition("**/")
     if not recursive or (head and not head.endswith("/")):
         yield from glob.iglob(pattern)
@@ -159,13 +160,13 @@ def _matches(pattern: str, item: str) -> Iterator[str]:
             yield from _matches(os.path.join(glob.escape(here), tail), item)
 
 
-def _path_hint(place: Path) -> str:
-    parent = place.absolute()
+def _path_hint(path: Path) -> str:
+    parent = path.absolute()
     while not parent.is_dir():
         parent = parent.parent
-    beside = os.listdir(parent) if parent == place.absolute().parent else []
-    close = closest(place.name, beside)
-    return f"did you mean {place.with_name(close)}?" if close else f"the path exists up to {parent}"
+    siblings = os.listdir(parent) if parent == path.absolute().parent else []
+    close = closest(path.name, siblings)
+    return f"did you mean {path.with_name(close)}?" if close else f"the path exists up to {parent}"
 
 
 def _path_error(path: str, rule: str, fix: str) -> SourceError:
@@ -173,13 +174,13 @@ def _path_error(path: str, rule: str, fix: str) -> SourceError:
 
 
 def check_columns(source: Corpus) -> None:
-    """See a missing column before anything is started, by the first file of each kind."""
+    """Check for missing columns before a run starts, in the first file of each kind."""
     first, shape = {kind(path): path for path in reversed(source.files)}, source.shape
     if zst := next((path.name for path in source.files if path.suffix == ".zst"), None):
         require("pyarrow", f"reading {zst}", "dataset_path", source.name)
     if shape and "text" in first:
-        rule = f"{first['text'].name} is plain text, and format {shape.format} is read from columns"
-        fix = 'name .jsonl or .parquet files, or set the format to "text"'
+        rule = f"{first['text'].name} is plain text, but format {shape.format} needs columns"
+        fix = 'use .jsonl or .parquet files, or set the format to "text"'
         raise SourceError(Problem(rule, fix, "dataset_path", source.name))
     if "json" in first:
         _check_first_row(first["json"], source)

@@ -1,11 +1,9 @@
-"""Which files of a folder are its text: those of one split where their names tell splits, as in a clone of a
-dataset.
+"""Choice of a folder's text files: those of one split, if names indicate splits as in a cloned dataset.
 
-Splits are found as Hugging Face's ``datasets`` finds them where a dataset does not list its files: by shards
-(``data/train-00000-of-00002.parquet``), else by a word in the names of folders (``train/a.jsonl``), else by a
-word in those of files (``my_test-1.parquet``). Beside others with such a word, a file without is of no split.
-Names count from the folder on.
-"""
+Splits are detected as in Hugging Face's ``datasets`` for a dataset that does not list its files: by shards
+(``data/train-00000-of-00002.parquet``), else by a word in folder names (``train/a.jsonl``), else by a word in
+file names (``my_test-1.parquet``). If some files have such a word, files without one belong to no split.
+Names are relative to the folder."""
 
 from __future__ import annotations
 
@@ -36,21 +34,21 @@ _LIKE_DATA = re.compile(
 _SHOWN = 3
 
 
-class Taken(NamedTuple):
-    """The ``names`` of the files that are read, the ``splits`` that the folder has, and a note where some of
-    its files are left out."""
+class ChosenFiles(NamedTuple):
+    """The ``names`` of the files to read, the ``splits`` of the folder, and a note on skipped files."""
 
     names: list[str]
     splits: tuple[str, ...]
     note: str
 
 
-def take(folder: str, names: Iterable[str], split: str | None) -> Taken:
-    """Choose from the ``names`` of all files in ``folder``, with / between their parts; ``split`` None is the
-    only one there is.
+def choose_files(folder: str, names: Iterable[str], split: str | None) -> ChosenFiles:
+    """Choose from the ``names`` of all files in ``folder``, with / between their parts.
+
+    ``split`` None selects the only split.
 
     Raises:
-        SourceError: the folder has no text, not this split, or several where none is asked for.
+        SourceError: The folder has no text, not this split, or several splits but ``split`` is None.
     """
     text, no_data, unread = [], [], []
     for name in sorted(names):
@@ -63,35 +61,35 @@ def take(folder: str, names: Iterable[str], split: str | None) -> Taken:
         elif _LIKE_DATA.fullmatch(base):
             unread.append(name)
     if not text:
-        rule = f"the folder holds no {READ} file" + f", only {first_few(unread, _SHOWN)}" * bool(unread)
+        rule = f"the folder contains no {READ} file" + f", only {first_few(unread, _SHOWN)}" * bool(unread)
         raise SourceError(Problem(rule, "check the folder", "dataset_path", folder))
     by_split = splits_by_name(text)
     if by_split and split is None and len(by_split) == 1:
         [split] = by_split
     if by_split and split not in by_split:
         raise no_split(folder, split, list(by_split))
-    taken = by_split[split] if by_split and split else text
-    rest = set(text).difference(taken)
-    left = {f"split {name}": sorted(rest.intersection(found)) for name, found in by_split.items()}
-    left["no split"] = sorted(rest.difference(*by_split.values()))
-    left |= {"not a kind of file that is read": unread, "no data": no_data}
-    said = [f"{first_few(found, _SHOWN)} ({why})" for why, found in left.items() if found]
-    note = f"{folder}: " + f"{first_few(taken, _SHOWN)} (split {split}) is taken, and " * bool(by_split)
-    return Taken(taken, tuple(by_split), note + f"left out: {', '.join(said)}" if said else "")
+    chosen = by_split[split] if by_split and split else text
+    rest = set(text).difference(chosen)
+    skipped = {f"split {name}": sorted(rest.intersection(files)) for name, files in by_split.items()}
+    skipped["no split"] = sorted(rest.difference(*by_split.values()))
+    skipped |= {"unsupported file type": unread, "no data": no_data}
+    parts = [f"{first_few(files, _SHOWN)} ({why})" for why, files in skipped.items() if files]
+    note = f"{folder}: " + f"{first_few(chosen, _SHOWN)} (split {split}) is used, and " * bool(by_split)
+    return ChosenFiles(chosen, tuple(by_split), note + f"skipped: {', '.join(parts)}" if parts else "")
 
 
 def no_split(folder: str, split: str | None, splits: list[str]) -> SourceError:
-    """The error of a split that a folder has not, or of one that is to be chosen and cannot."""
-    there = ", ".join(splits)
+    """Return the error for a split that a folder does not have, or for several splits to choose from."""
+    present = ", ".join(splits)
     if split is None:
-        rule, fix = f"the folder has several splits: {there}", "name the files or the folder of one of them"
+        rule, fix = f"the folder has several splits: {present}", "use the files or the folder of one of them"
         return SourceError(Problem(rule, fix, "dataset_path", folder))
-    fix = f"it has {there}; set dataset_split to one of them, or name files or a glob in dataset_path"
+    fix = f"it has {present}; set dataset_split to one of them, or dataset_path to files or a glob"
     return SourceError(Problem(f"{folder} has no such split", fix, "dataset_split", split))
 
 
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """The files of each split, first those of :data:`_WORDS`; none where no name tells one."""
+    """Return the files of each split, first those of :data:`_WORDS`; empty if no name indicates one."""
     names = list(names)
     shards: dict[str, list[str]] = {split: [] for split in _WORDS}
     for name in names:
@@ -101,7 +99,7 @@ def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
         {split: [name for name in names if word.fullmatch(name)] for split, word in form.items()}
         for form in (_IN_FOLDERS, _IN_FILES)
     ]
-    for found in (shards, *forms):
-        if found := {split: those for split, those in found.items() if those}:
-            return found
+    for candidate in (shards, *forms):
+        if splits := {split: files for split, files in candidate.items() if files}:
+            return splits
     return {}

@@ -1,13 +1,13 @@
-"""Datasets of Hugging Face: what ``save_to_disk`` wrote, and datasets of the hub. Needs the extra ``hf``.
+"""Hugging Face datasets: folders of ``save_to_disk``, and datasets of the Hub. Needs the extra ``hf``.
 
-Either is a list of Arrow files in the end. A folder of ``save_to_disk`` is read without the package
-``datasets``. A dataset of the hub is downloaded by that package into its own cache, once, by one process:
+Both are lists of Arrow files. A folder of ``save_to_disk`` is read without the package ``datasets``. A
+dataset of the Hub is downloaded once by that package, into its own cache, by one process:
 
-    <cache folder>/hub/<request>.json    the files it became, and the fingerprint of that revision
+    <cache folder>/hub/<request>.json    the downloaded files, and the fingerprint of the revision
 
-From then on this record stands for the dataset: later starts need neither the network nor the package, and
-where the tokens are built not even the files. To ask the hub again, remove the record. No code of a dataset
-is ever run.
+From then on this record represents the dataset: later starts need neither the network nor the package, nor
+the files once the tokens are built. To query the Hub again, remove the record. Code of a dataset is never
+executed.
 """
 
 from __future__ import annotations
@@ -35,56 +35,55 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def saved_files(folder: Path, split: str | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """The Arrow files of a folder that ``save_to_disk`` wrote, and the splits, where it wrote several, of
-    which they are ``split``."""
+    """Return the Arrow files of a folder that ``save_to_disk`` wrote, and its splits if it has several."""
     splits: list[str] = []
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = read_object(folder / "dataset_dict.json")["splits"]
             if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-                raise ValueError("its splits are no names")
+                raise ValueError("its splits are not names")
             if split is None or split not in splits:
                 raise no_split(str(folder), split, splits)
             folder = folder / split
         state = read_object(folder / "state.json")
         names = [entry["filename"] for entry in state["_data_files"]]
         if strange := [name for name in names if name != Path(name).name or not name.endswith(".arrow")]:
-            raise ValueError(f"{quote(strange[0])} is no Arrow file beside its state.json")
+            raise ValueError(f"{quote(strange[0])} is not an Arrow file next to its state.json")
         files = [folder / name for name in names]
     except SourceError:
         raise
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        rule = f"{folder} is not a whole dataset of save_to_disk: {error}"
+        rule = f"{folder} is not a complete dataset of save_to_disk: {error}"
         raise SourceError(Problem(rule, "save it again", "dataset_path", str(folder))) from error
     for file in files:
         if not os.path.isfile(file):
-            rule = f"{quote(str(file), str)} is missing, which save_to_disk wrote"
+            rule = f"{quote(str(file), str)}, written by save_to_disk, is missing"
             raise SourceError(Problem(rule, "copy the folder again", "dataset_path", str(folder)))
     return tuple(files), tuple(splits)
 
 
-def named(
+def hub_dataset(
     name: str, text_column: str, subset: str | None, split: str, shape: RowShape | None = None
 ) -> HubSource:
-    """A dataset of the hub, or one of :data:`KNOWN`, of which nothing is known but the name.
+    """Return a dataset of the Hub, or one of :data:`KNOWN`, without accessing the network.
 
     Raises:
-        SourceError: the name cannot be that of a dataset, or is that of a file here; no package.
+        SourceError: The name is invalid or that of a local file, or the package is missing.
     """
     if expand_user(name).exists():
-        rule = "this is a file or folder here, where dataset names a corpus"
+        rule = "this is a local file or folder, but dataset is the name of a corpus"
         raise SourceError(Problem(rule, f"set dataset_path = {name!r}", "dataset", name))
-    require("datasets", "a dataset of the Hugging Face hub", "dataset", name)
+    require("datasets", "a dataset of the Hugging Face Hub", "dataset", name)
     owner_and_name, known_subset = KNOWN.get(name, (name, None))
     if not _ID.fullmatch(owner_and_name):
-        rule = "a dataset of the Hugging Face hub is named owner/name"
-        raise SourceError(Problem(rule, "correct it; own files go in dataset_path", "dataset", name))
+        rule = "a dataset of the Hugging Face Hub has a name of the form owner/name"
+        raise SourceError(Problem(rule, "correct it; use dataset_path for local files", "dataset", name))
     return HubSource(owner_and_name, (), text_column, shape=shape, subset=subset or known_subset, split=split)
 
 
 @dataclass(frozen=True)
 class HubSource(Corpus):
-    """A dataset of the hub. It has no files before it is :meth:`fetched`."""
+    """A dataset of the Hub. It has no files until it is fetched."""
 
     subset: str | None = None
     split: str = "train"
@@ -93,12 +92,12 @@ class HubSource(Corpus):
     def choices(self) -> set[str]:
         return {"subset", "split"}
 
-    def fetched(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
-        """The source with its Arrow files, downloaded where no record says what they are, or ``again``.
+    def fetch(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
+        """Return the source with its Arrow files, downloaded if there is no record of them, or ``again``.
 
         Raises:
-            DataError: the dataset, its subset or its split does not exist; no network; no package; more
-                than ``max_bytes``, as far as the hub says how large it is.
+            DataError: The dataset, its subset or its split does not exist, the network or package is missing,
+                or it is larger than ``max_bytes``, as far as the Hub knows its size.
         """
         request = json.dumps([self.name, self.subset, self.split])
         record = cache_folder / "hub" / f"{hashlib.sha256(request.encode()).hexdigest()[:32]}.json"
@@ -117,24 +116,24 @@ class HubSource(Corpus):
         return Corpus(self.name, files, self.text_column, identity=identity, shape=self.shape)
 
     def remote(self) -> Corpus:
-        """The source as files on the hub, none of which is downloaded.
+        """Return the source as files on the Hub, without downloading them.
 
         Raises:
-            DataError: as :meth:`fetched`; another kind of dataset than of JSON lines or Parquet.
+            DataError: As in :meth:`fetch`, or the dataset is neither JSON lines nor Parquet.
         """
         try:
             import datasets
 
             builder = datasets.load_dataset_builder(self.name, self.subset)
             urls = [str(url) for url in (builder.config.data_files or {}).get(self.split) or []]
-        except Exception as error:  # of the package, of its HTTP client: any
+        except Exception as error:  # any error of the package or its HTTP client
             raise _cannot_fetch(self, error) from error
         if not urls or not all(url.endswith(SUFFIXES) and kind(Path(url)) != "text" for url in urls):
-            rule = f"{_title(self)} has no files of JSON or Parquet on the hub to stream"
+            rule = f"{_title(self)} has no JSON or Parquet files on the Hub to stream"
             raise DataError(f"{rule}\n  fix:  correct dataset_split, or set data.streaming = false")
         from toolkit.data.remote_text import RemoteText
 
-        files = cast(tuple[Path, ...], tuple(map(RemoteText, urls)))  # whose revision each URL names
+        files = cast(tuple[Path, ...], tuple(map(RemoteText, urls)))  # each URL contains the revision
         return Corpus(self.name, files, self.text_column, shape=self.shape)
 
 
@@ -152,36 +151,37 @@ def _read(record: Path) -> dict[str, Any] | None:
 
 
 def _download(source: HubSource, folder: Path, progress: bool, max_bytes: float) -> dict[str, Any]:
-    """The record of a dataset. Its files lie in the cache of ``datasets``, those of a part in ``folder``."""
+    """Download a dataset and return its record. Files are in the cache of ``datasets``, slices in
+    ``folder``."""
     try:
         import datasets
     except ImportError as error:
         rule = f"fetching {_title(source)} needs the package datasets, which is not installed"
         raise DataError(f"{rule}\n  fix:  {install_command('hf')}") from error
 
-    # Versions before 4 would run a script that a dataset brings along, if the environment allowed it.
+    # Versions before 4 would run a script of the dataset, if the environment allowed it.
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     if not progress:
         datasets.disable_progress_bars()
-    say(progress, f"fetching {_title(source)} from the Hugging Face hub")
+    say(progress, f"fetching {_title(source)} from the Hugging Face Hub")
     try:
         builder = datasets.load_dataset_builder(source.name, source.subset)
         announced = (builder.info.splits or {}).get(source.split)
-        _refuse_large(source, announced.num_bytes if announced else 0, max_bytes)
+        _check_size(source, announced.num_bytes if announced else 0, max_bytes)
         builder.download_and_prepare()
         dataset = builder.as_dataset(split=source.split)
     except DataError:
         raise
-    except Exception as error:  # of the package, of its HTTP client, of the file system: any
+    except Exception as error:  # any error of the package, its HTTP client or the file system
         raise _cannot_fetch(source, error) from error
     files = [entry["filename"] for entry in dataset.cache_files]
-    if not files or source.split not in builder.info.splits:  # a part such as train[:1%] is not whole files
+    if not files or source.split not in builder.info.splits:  # a slice such as train[:1%] is not whole files
         dataset.save_to_disk(folder)
         files = [str(path) for path in saved_files(folder, source.split)[0]]
     return {"dataset": _title(source), "fingerprint": dataset._fingerprint, "files": files}
 
 
-def _refuse_large(source: HubSource, n_bytes: int, max_bytes: float) -> None:
+def _check_size(source: HubSource, n_bytes: int, max_bytes: float) -> None:
     if problem := too_large(n_bytes, max_bytes):
         raise DataError(f"{_title(source)}: {problem}")
 
@@ -191,16 +191,17 @@ def _title(source: HubSource) -> str:
 
 
 def _cannot_fetch(source: HubSource, error: Exception) -> DataError:
-    said = " ".join(str(error).split())[:500] or type(error).__name__
-    if isinstance(error, ConnectionError | TimeoutError) or "connect" in said.lower():
+    reason = " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, ConnectionError | TimeoutError) or "connect" in reason.lower():
         fix = (
-            "run `python -m tools.prepare_data` where there is a network and the same data.cache_folder, or "
+            "run `python -m tools.prepare_data` on a machine with network access and the same "
+            "data.cache_folder, or "
             "set dataset_path to a local copy"
         )
     elif isinstance(error, FileNotFoundError):
-        fix = "correct dataset (owner/name); for a private one log in first with `hf auth login`"
+        fix = "correct dataset (owner/name); for a private one, first log in with `hf auth login`"
     elif isinstance(error, ValueError):
         fix = "correct dataset_subset or dataset_split"
     else:
         fix = "set dataset_path to a local copy: .jsonl or .parquet files, or a folder of save_to_disk"
-    return DataError(f"{_title(source)} cannot be fetched from the Hugging Face hub: {said}\n  fix:  {fix}")
+    return DataError(f"{_title(source)} cannot be fetched from the Hugging Face Hub: {reason}\n  fix:  {fix}")

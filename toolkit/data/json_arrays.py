@@ -1,8 +1,8 @@
-"""The rows of a JSON file that is one array, as blocks of its own bytes.
+"""The rows of a JSON file that is one array, in blocks of its own bytes.
 
-The comma between two rows becomes :data:`BETWEEN`, the brackets around all of them become spaces, and every
-other byte stays where it is, so that lines and offsets are those of the file. Memory holds a block and a row.
-Rows are only passed over here; whoever reads them parses them, and reports what is no JSON.
+The comma between two rows becomes :data:`BETWEEN`, the brackets around the array become spaces, and every
+other byte stays in place, so that lines and offsets are those of the file. Memory use is one block and one
+row. Rows are only delimited here; the reader of a row parses it and reports invalid JSON.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from typing import BinaryIO
 from toolkit.errors import DataError
 
 BETWEEN = "\x1e"
-"""Stands between two rows. JSON allows this character nowhere, not even in a string."""
+"""Separator of two rows. JSON does not allow this character, not even in strings."""
 ROW_BYTES = 64 << 20
-"""Limit of a row. Where a quote or bracket is missing, a row would otherwise be the rest of the file."""
+"""Maximum size of a row. With a missing quote or bracket, a row would otherwise extend to the end of the
+file."""
 _LINES = "write one JSON object per line (.jsonl)"
-_CUT = 16  # characters before the end in which a mistake may only be a word or an escape that is cut
+_CUT = 16  # characters before the end where an error may only be a truncated word or escape
 _BLANK = " \t\r\n"
 _SPACE = re.compile(f"[{_BLANK}]*")
 _pass_over = json.JSONDecoder(strict=False, parse_int=len, parse_float=len).raw_decode
 
 
 def begins_array(head: bytes) -> bool:
-    """Say if a file that begins so is an array."""
+    """Return whether a file that starts with ``head`` is an array."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n").startswith(b"[")
 
 
 def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[bytes, bool]]:
-    """The rows of the array that begins with ``head`` and goes on in ``stream``, in blocks of ``size`` bytes
-    or a little more, each with True. All but the last end with :data:`BETWEEN`. A row that is no JSON has all
-    that was read after it, and ends them.
+    """Yield the rows of the array that starts with ``head`` and continues in ``stream``, each with True.
+
+    Blocks have ``size`` bytes or slightly more; all but the last end with :data:`BETWEEN`. A row of invalid
+    JSON contains everything read after it, and is the last.
 
     Raises:
-        DataError: the array does not end, or something follows it; a row is larger than :data:`ROW_BYTES`.
+        DataError: The array does not end, something follows it, or a row is larger than :data:`ROW_BYTES`.
     """
-    text = head.decode("latin-1").replace("[", " ", 1)  # a byte is a character, and marks of JSON are ASCII
+    text = head.decode("latin-1").replace("[", " ", 1)  # one character per byte; JSON's syntax is ASCII
     at, rows, ended = len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8), 0, False
     while not ended:
         begin, parts = 0, [""]
@@ -63,11 +65,11 @@ def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterat
         if not ended:
             text, at = text[begin:], at - begin
             if len(text) > ROW_BYTES:
-                rule = f"row {rows} has more than {ROW_BYTES:,} bytes, or a quote or bracket of it is missing"
+                rule = f"row {rows} has more than {ROW_BYTES:,} bytes, or a missing quote or bracket"
                 raise DataError(f"{path}: {rule}\n  fix:  repair the file, or {_LINES}")
             more = stream.read(max(size, len(text)))
             if not more and _is_row(text, at):
-                rule = f"its array does not end: neither a comma nor a bracket follows row {rows}"
+                rule = f"its array does not end: no comma or bracket follows row {rows}"
                 raise DataError(f"{path}: {rule}\n  fix:  repair the file")
             if not more:
                 yield text.encode("latin-1"), True
@@ -76,11 +78,11 @@ def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterat
 
 
 def _row_end(text: str, at: int, *, first: bool) -> int | None:
-    """Where the comma or bracket after the row at ``at`` is, or the bracket of an array without rows; None if
-    that is not read yet.
+    """Return the index of the comma or bracket after the row at ``at``, or of the bracket of an empty array;
+    None if more text is needed.
 
     Raises:
-        ValueError: no row is there.
+        ValueError: There is no valid row.
     """
     begin = _after_space(text, at)
     if first and text[begin : begin + 1] == "]":
@@ -106,13 +108,13 @@ def _is_row(text: str, at: int) -> bool:
 
 
 def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found
-    return found.end()
+    match = _SPACE.match(text, at)
+    assert match
+    return match.end()
 
 
 def _check_end(path: Path, rest: bytes, stream: BinaryIO, size: int) -> None:
-    """Raise DataError where anything follows the array."""
+    """Raise DataError if anything follows the array."""
     while not rest.strip():
         if not (rest := stream.read(size)):
             return

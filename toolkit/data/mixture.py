@@ -1,21 +1,21 @@
-"""Weighted mixtures: which corpus, and which of its samples, each sample of a run is, without a table of it.
+"""Weighted mixtures: computes which sample of which corpus each sample of a run is, without a table.
 
-The run is cut into blocks of BLOCK samples, and every block has the same number of samples of each part: its
-quota, the weight's share of BLOCK rounded by largest remainder. Within block b
+The run is split into blocks of BLOCK samples, and every block has the same number of samples of each part,
+its quota: the weight's share of BLOCK, rounded by largest remainder. Within block b
 
-    the positions are permuted by swap-or-not (``order.permute``), keyed by seed and b;
-    the quotas lie end to end in [0, BLOCK): where the image of a position falls says which part it draws;
-    the r-th of the block's positions that draw part i, in order of position, takes draw b·quota_i + r of i.
+    the positions are permuted by swap-or-not (``sampler.permute``), keyed by seed and b;
+    the quotas are consecutive ranges of [0, BLOCK): the range of a position's image determines its part;
+    the r-th of the block's positions that draw part i, in order of position, gets draw b·quota_i + r of i.
 
-So each part's draws are 0, 1, 2, … in the order of the run, and draw j of a part is what sample j would be of
-a run over that part alone: ``order.corpus_indices``, keyed by the part's name as well, so that two corpora of
-one length do not share a permutation. The parts go through their epochs each at its own pace.
+So each part's draws are 0, 1, 2, … in the order of the run, and draw j of a part is the same as sample j of
+a run over that part alone: ``sampler.corpus_indices``, also keyed by the part's name, so that two corpora of
+the same length have different permutations. Each part has its own epochs.
 
-What a sample is depends on the seed, on the names, weights and lengths of the parts and on its number; not on
-the order in which the parts are given, nor on ranks or batches. It costs O(1) given the table of its block,
-which is kept while it is among the last few, and the keys of each part's epoch.
+A sample depends on the seed, on the names, weights and lengths of the parts and on its number, but not on the
+order of the parts, ranks or batches. It costs O(1) given the table of its block, of which the last few are
+cached, and the keys of each part's epoch.
 
-Without shuffling each part gives its samples in the order of its files; the parts stay interleaved as above.
+Without shuffling, each part yields its samples in file order; the parts are interleaved as above.
 """
 
 from __future__ import annotations
@@ -32,60 +32,60 @@ BLOCK = 10_000
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """The samples of a block that each weight asks for, exactly, the weights read as decimals."""
+    """Return the exact number of samples per block for each weight, read as a decimal."""
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values())
     return {name: weight * BLOCK / total for name, weight in exact.items()}
 
 
 def quotas(weights: Mapping[str, float]) -> dict[str, int]:
-    """The samples of a block that each part gets: shares rounded down, then one more by largest remainder.
+    """Return the samples per block for each part: shares rounded by largest remainder.
 
     Raises:
-        ValueError: a weight is below one sample in BLOCK.
+        ValueError: A weight is below one sample per block.
     """
     asked = shares(weights)
     if small := [name for name, share in asked.items() if share < 1]:
         raise ValueError(f"the weights of {', '.join(small)} are below 1 / {BLOCK} of the sum")
-    found = {name: int(share) for name, share in asked.items()}
-    by_remainder = sorted(asked, key=lambda name: (found[name] - asked[name], name))
-    for name in by_remainder[: BLOCK - sum(found.values())]:
-        found[name] += 1
-    return found
+    counts = {name: int(share) for name, share in asked.items()}
+    by_remainder = sorted(asked, key=lambda name: (counts[name] - asked[name], name))
+    for name in by_remainder[: BLOCK - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
 class MixtureOrder:
-    """The order of a mixture's samples. Index k of the first part is k, of the next its length more, …"""
+    """Order of a mixture's samples. Indices of a part start after those of the parts before it."""
 
     def __init__(self, weights: Mapping[str, float], lengths: Sequence[int], *, seed: int, shuffle: bool):
-        """``lengths`` are the samples of each part; both in ascending order of the names."""
+        """``lengths`` are the numbers of samples; parts are in ascending order of their names."""
         if list(weights) != sorted(weights):
             raise ValueError(f"parts out of order: {list(weights)}")
         self.quotas, self.lengths = quotas(weights), tuple(lengths)
         self.seed, self.shuffle = seed, shuffle
 
     def __len__(self) -> int:
-        """The samples of all parts together, which is what an epoch of a mixture is."""
+        """Return the number of samples of all parts, which is an epoch of a mixture."""
         return sum(self.lengths)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """The indices of the run's ``samples`` (both int64, same shape)."""
+        """Return the indices of the run's ``samples`` (both int64, same shape)."""
         blocks, positions = np.divmod(samples, BLOCK)
         parts, ranks = np.empty_like(samples), np.empty_like(samples)
         for block in np.unique(blocks):
-            here = blocks == block
+            mask = blocks == block
             part_at, rank_at = _block_table(self.seed, tuple(self.quotas.values()), int(block))
-            parts[here], ranks[here] = part_at[positions[here]], rank_at[positions[here]]
+            parts[mask], ranks[mask] = part_at[positions[mask]], rank_at[positions[mask]]
         indices, start = np.empty_like(samples), 0
         for part, (name, quota) in enumerate(self.quotas.items()):
-            here, n = parts == part, self.lengths[part]
-            draws = blocks[here] * quota + ranks[here]
-            indices[here] = start + corpus_indices(draws, n, seed=self.seed, shuffle=self.shuffle, part=name)
+            mask, n = parts == part, self.lengths[part]
+            draws = blocks[mask] * quota + ranks[mask]
+            indices[mask] = start + corpus_indices(draws, n, seed=self.seed, shuffle=self.shuffle, part=name)
             start += n
         return indices
 
     def describe(self, samples: int) -> str:
-        """A line for each part: its share, its samples, and how often a run of ``samples`` goes over them."""
+        """Return one line per part: its share, its samples, and its epochs in a run of ``samples``."""
         width = max(map(len, self.quotas))
         lines = [f"mixture of {len(self):,} samples, of which the run draws {samples:,}"]
         for (name, quota), n in zip(self.quotas.items(), self.lengths, strict=True):
@@ -95,19 +95,19 @@ class MixtureOrder:
 
 
 def percent(quota: int) -> str:
-    """A quota as a share of the samples."""
+    """Format a quota as a share of the samples."""
     return f"{quota * 100 / BLOCK:g}%"
 
 
-def identity(found: Mapping[str, int]) -> dict[str, str]:
-    """Describe the order of a mixture with these quotas, but for its corpora, so that two can be compared."""
-    about = {f"{name}.share": percent(found[name]) for name in sorted(found)}
-    return {"corpus": f"mixture of {', '.join(sorted(found))}"} | about
+def identity(counts: Mapping[str, int]) -> dict[str, str]:
+    """Describe the order of a mixture with these quotas, without its corpora, for comparison."""
+    about = {f"{name}.share": percent(counts[name]) for name in sorted(counts)}
+    return {"corpus": f"mixture of {', '.join(sorted(counts))}"} | about
 
 
 @functools.lru_cache(maxsize=4)
 def _block_table(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each position of a block: the part that it draws, and its rank among those that do."""
+    """Return, for each position of a block, its part and its rank among the positions of that part."""
     key = f"llama-toolkit mixture 1, seed {seed}, block {block}".encode()
     image = permute(np.arange(BLOCK), BLOCK, key)
     parts = np.searchsorted(np.cumsum(counts), image, side="right")

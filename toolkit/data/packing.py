@@ -1,15 +1,15 @@
-"""Rows of constant length from a tokenised corpus.
+"""Rows of constant length from a tokenized corpus.
 
-Packed: the documents lie end to end in corpus order and are cut every ``seq_len`` tokens; row k reads the
-``seq_len + 1`` tokens from k·seq_len, so that in an epoch every token is predicted exactly once, but for
-the very first and a tail shorter than a row. Which documents share a row is the same in every epoch; the
-order of the rows is not. (Shuffling documents first would need a table as long as the corpus each epoch;
-what it buys, other neighbours for a document, the document mask hides from the model anyway.)
+Packed: documents are concatenated in corpus order and split every ``seq_len`` tokens; row k reads the
+``seq_len + 1`` tokens from k·seq_len, so that every token is predicted exactly once per epoch, except the
+very first and a tail shorter than a row. The documents that share a row are the same in every epoch; only
+the order of rows changes. (Shuffling documents first would need a table as long as the corpus for each epoch,
+and the document mask hides a document's neighbors from the model anyway.)
 
-Padded: one document a row, cut at ``seq_len`` tokens or filled up.
+Padded: one document per row, truncated to ``seq_len`` tokens or padded.
 
-With ``document_mask`` positions restart and ``documents`` counts up at each document, and the last token
-of a document has no label, for its successor belongs to another document. A document that began in an
+With ``document_mask``, positions restart and ``documents`` counts up at each document, and the last token of
+a document has no label, because the next token belongs to another document. A document that starts in an
 earlier row restarts its positions at the row's start: attention cannot see the earlier part.
 """
 
@@ -28,8 +28,8 @@ Sample = dict[str, np.ndarray]
 
 
 class Rows(ABC):
-    """``len()`` rows of a corpus; tokens, labels, positions int64, documents int32 and, of a corpus that has
-    some, weights float32 of the labels, each (seq_len,)."""
+    """Rows of a corpus; tokens, labels, positions (int64), documents (int32) and, if the corpus has any,
+    weights of the labels (float32), each (seq_len,)."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Rows(ABC):
         document_mask: bool = True,
         pad_id: int = 0,
     ):
-        """``tokens`` (N,) unsigned; ``offsets`` (D + 1,) int64, where each document begins, and N."""
+        """``tokens`` (N,) unsigned; ``offsets`` (D + 1,) int64, the start of each document, and N."""
         self.tokens, self.offsets, self.seq_len = tokens, offsets, seq_len
         self.document_mask, self.pad_id = document_mask, pad_id
         self._arange = np.arange(seq_len)
@@ -50,10 +50,10 @@ class Rows(ABC):
 
     @abstractmethod
     def sample(self, k: int) -> Sample:
-        """Row ``k``."""
+        """Return row ``k``."""
 
     def blank(self) -> Sample:
-        """A row of padding only."""
+        """Return a row of padding."""
         row = {"tokens": np.full(self.seq_len, self.pad_id), "labels": np.full(self.seq_len, IGNORED_LABEL)}
         if self.document_mask:
             row["positions"] = np.zeros(self.seq_len, np.int64)
@@ -62,19 +62,19 @@ class Rows(ABC):
 
 
 class PackedRows(Rows):
-    """Constant-length cuts of the concatenated documents."""
+    """Rows of concatenated documents."""
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def sample(self, k: int) -> Sample:
-        """Row ``k``, reading seq_len + 1 tokens of the file."""
+        """Return row ``k``, reading seq_len + 1 tokens of the file."""
         start, length = k * self.seq_len, self.seq_len
         window = self.tokens[start : start + length + 1].astype(np.int64)
         row = {"tokens": window[:-1], "labels": window[1:]}
         if self.document_mask:
             low, high = np.searchsorted(self.offsets, (start, start + length), side="right")
-            begins = self.offsets[low:high] - start  # of the documents after the row's first, in (0, length]
+            begins = self.offsets[low:high] - start  # documents after the row's first, in (0, length]
             row["labels"] = window[1:].copy()
             row["labels"][begins - 1] = IGNORED_LABEL
             begins = begins[begins < length]
@@ -86,13 +86,13 @@ class PackedRows(Rows):
 
 
 class PaddedRows(Rows):
-    """One document a row; what is longer than the row is left out."""
+    """Rows of one document each, truncated to the row."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def sample(self, k: int) -> Sample:
-        """Document ``k``."""
+        """Return document ``k``."""
         start, end = int(self.offsets[k]), int(self.offsets[k + 1])
         row = self.blank()
         n_inputs, n_labels = (min(end - start, self.seq_len), min(end - start - 1, self.seq_len))
@@ -107,13 +107,13 @@ class PaddedRows(Rows):
 def corpus_rows(
     tokens: np.ndarray, offsets: np.ndarray, seq_len: int, *, packing: bool, document_mask: bool, pad_id: int
 ) -> Rows:
-    """The rows of a corpus. Raises DataError where it is too short for one."""
+    """Return the rows of a corpus. Raises DataError if it is too short for one."""
     kind = PackedRows if packing else PaddedRows
     rows = kind(tokens, offsets, seq_len, document_mask=document_mask, pad_id=pad_id)
     if len(rows) == 0:
         raise DataError(
             f"the corpus has {len(tokens):,} tokens in {len(offsets) - 1:,} documents: one packed sample of "
-            f"seq_len {seq_len:,} takes {seq_len + 1:,} tokens\n"
-            f"  fix:  add text, lower seq_len, or set data.packing = false (one document a row)"
+            f"seq_len {seq_len:,} needs {seq_len + 1:,} tokens\n"
+            f"  fix:  add text, lower seq_len, or set data.packing = false (one document per row)"
         )
     return rows

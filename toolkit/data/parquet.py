@@ -1,8 +1,8 @@
-"""Parquet files, and the Arrow files of Hugging Face datasets, as a stream of bounded pieces.
+"""Parquet files, and the Arrow files of Hugging Face datasets, as a stream of bounded chunks.
 
-Only the columns that the text is made of are read. A Parquet file is decoded some thousand rows at a
-time, fewer where its documents are long, an Arrow file in the batches it was written in; either is handed
-on as pieces of about 1 MiB. Needs the extra ``hf``, and is imported only for such files.
+Only the needed columns are read. A Parquet file is decoded some thousand rows at a time, fewer if documents
+are long, an Arrow file in the batches it was written in; chunks of about 1 MiB are yielded. Needs the extra
+``hf``, and is imported only for such files.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from toolkit.data.text_files import REPLACE
 from toolkit.errors import DataError, quote
 from toolkit.io.json_fields import parse_json
 
-BATCH_ROWS = 4096  # at most, where statistics make documents look shorter than they are
+BATCH_ROWS = 4096  # upper bound, if statistics underestimate the documents
 SAMPLED_FILES = 16  # footers read to estimate the text of a corpus
 
 
 @dataclass(frozen=True)
-class RowPiece:
-    """A piece (:class:`toolkit.data.text_files.Piece`) of whole rows, from ``row`` (from 0) of the file on.
+class RowChunk:
+    """A chunk (:class:`toolkit.data.text_files.Chunk`) of whole rows of the file, starting at ``row`` (from
+    0).
 
-    ``data`` is an Arrow stream of one record batch, which has only the columns of the text.
+    ``data`` is an Arrow stream of one record batch with only the needed columns.
     """
 
     path: Path
@@ -73,24 +74,25 @@ class RowPiece:
             raise DataError(f"{self.path}, in {rows}: {said}{REPLACE}") from None
 
 
-def read_shaped(path: Path, shape: RowShape) -> Iterator[RowPiece]:
-    """The pieces of a file whose rows have a shape, in order, with its columns."""
+def read_shaped(path: Path, shape: RowShape) -> Iterator[RowChunk]:
+    """Yield the chunks of a file whose rows have a shape, in order, with its columns."""
     with _errors(path):
         columns = _columns(path, shape)
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
         row = position = 0
         for batch, end in batches(path, columns):
             rows = batch.select(list(columns))
-            at_once = max(1, rows.num_rows * text_files.PIECE_BYTES // max(1, rows.nbytes))
+            at_once = max(1, rows.num_rows * text_files.CHUNK_BYTES // max(1, rows.nbytes))
             for start in range(0, rows.num_rows, at_once):
                 last = start + at_once >= rows.num_rows
-                piece = rows[start : start + at_once]
-                yield RowPiece(path, _stream(piece), row + start, (end - position) * last)
+                chunk = rows[start : start + at_once]
+                yield RowChunk(path, _stream(chunk), row + start, (end - position) * last)
             row, position = row + rows.num_rows, end
 
 
-def read_pieces(path: Path, text_column: str, size: int = 0) -> Iterator[RowPiece]:
-    """The pieces of a Parquet or Arrow file, in order, as :func:`toolkit.data.text_files.read_pieces`."""
+def read_chunks(path: Path, text_column: str, size: int = 0) -> Iterator[RowChunk]:
+    """Yield the chunks of a Parquet or Arrow file, in order, as
+    :func:`toolkit.data.text_files.read_chunks`."""
     with _errors(path):
         template = _template(path, _schema(path), text_column)
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
@@ -99,26 +101,26 @@ def read_pieces(path: Path, text_column: str, size: int = 0) -> Iterator[RowPiec
             names = list(dict.fromkeys(template.columns))
             strings = [_as_strings(batch.column(name)) for name in names]
             rows = pa.RecordBatch.from_arrays(strings, names=names)
-            for start, stop in itertools.pairwise(_cuts(rows, size or text_files.PIECE_BYTES)):
+            for start, stop in itertools.pairwise(_cuts(rows, size or text_files.CHUNK_BYTES)):
                 last = stop == rows.num_rows
-                yield RowPiece(path, _stream(rows[start:stop]), row + start, (end - position) * last)
+                yield RowChunk(path, _stream(rows[start:stop]), row + start, (end - position) * last)
             row, position = row + rows.num_rows, end
 
 
 def check_schema(path: Path, text_column: str) -> None:
-    """Raises DataError where a column is missing or holds no strings, by the file's schema alone."""
+    """Raise DataError if a column is missing or does not contain strings, based on the file's schema."""
     with _errors(path):
         _template(path, _schema(path), text_column)
 
 
 def check_shape(path: Path, shape: RowShape) -> None:
-    """Raises DataError where a column of the shape is missing, by the file's schema alone."""
+    """Raise DataError if a column of the shape is missing, based on the file's schema."""
     with _errors(path):
         _columns(path, shape)
 
 
 def text_bytes(paths: list[Path], text_column: str) -> int:
-    """About how much text there is: that of some files by their metadata, of others by their size."""
+    """Estimate the bytes of text from the metadata of some files and the sizes of all."""
     sampled = paths[:: -(-len(paths) // SAMPLED_FILES)] if paths else []
     on_disk = sum(path.stat().st_size for path in sampled)
     text = sum(_file_text_bytes(path, text_column) for path in sampled)
@@ -153,7 +155,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _readable(path: Path) -> Any:
-    """The place that Arrow reads a file from: its name here, or the open file of a URL."""
+    """Return what Arrow reads a file from: its path, or an open remote file."""
     return path if isinstance(path, Path) else open_regular(path)
 
 
@@ -183,7 +185,7 @@ def _template(path: Path, schema: pa.Schema, text_column: str) -> Template:
         kind = schema.field(column).type
         if not _holds_strings(kind):
             raise DataError(
-                f"{path}: column {column!r} holds {kind}\n  fix:  the text column must hold strings"
+                f"{path}: column {column!r} contains {kind}\n  fix:  the text column must contain strings"
             )
     return template
 
@@ -196,34 +198,34 @@ def _holds_strings(kind: pa.DataType) -> bool:
 
 
 def _parquet_batches(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """(rows, bytes of the file so far), a row group decoded bit by bit."""
+    """Yield (rows, bytes of the file so far), decoding each row group in steps."""
     size = path.stat().st_size
-    options = {"buffer_size": text_files.PIECE_BYTES, "page_checksum_verification": True}
+    options = {"buffer_size": text_files.CHUNK_BYTES, "page_checksum_verification": True}
     with pq.ParquetFile(_readable(path), **options) as file:
         total, done = file.metadata.num_rows, 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)
             mean = _column_bytes(group, columns) // max(1, group.num_rows)
-            n_rows = min(BATCH_ROWS, max(1, text_files.PIECE_BYTES // max(1, mean)))
+            n_rows = min(BATCH_ROWS, max(1, text_files.CHUNK_BYTES // max(1, mean)))
             for batch in file.iter_batches(n_rows, row_groups=[number], columns=list(columns)):
                 done += batch.num_rows
                 yield batch, size * done // total
 
 
 def _arrow_batches(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """(rows, bytes of the file so far), without copying what is mapped into memory."""
+    """Yield (rows, bytes of the file so far), without copying the memory-mapped file."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         for batch in stream:
             yield batch, source.tell()
 
 
 def _as_strings(column: pa.Array) -> pa.Array:
-    """As one of the two types whose values can be measured: dictionaries and views are written out."""
+    """Convert to one of the two types with known lengths; dictionaries and views are expanded."""
     return column if pa.types.is_string(column.type) else column.cast(pa.large_string())
 
 
 def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
-    """Where to cut rows into pieces of about ``size`` bytes: 0, …, the number of rows."""
+    """Return the boundaries of chunks of about ``size`` bytes: 0, …, the number of rows."""
     lengths = np.zeros(rows.num_rows, np.int64)
     for column in rows.columns:
         lengths += pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
@@ -233,18 +235,18 @@ def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
-    """Return a value as JSON lines have it: a map is an object, a text of JSON what it says."""
+    """Convert a value as in JSON lines: a map becomes an object, a JSON text its value."""
     if value is None or isinstance(value, str) and pa.types.is_string(kind):
         return value
     if pa.types.is_struct(kind):
         return {field.name: _plain(value[field.name], field.type) for field in kind}
     if pa.types.is_map(kind):
-        found: dict[str, Any] = {}
-        for key, held in value:
-            if str(key) in found:
+        items: dict[str, Any] = {}
+        for key, item in value:
+            if str(key) in items:
                 raise ValueError(f"a map has the key {quote(str(key))} twice")
-            found[str(key)] = _plain(held, kind.item_type)
-        return found
+            items[str(key)] = _plain(item, kind.item_type)
+        return items
     if isinstance(value, list):
         return [_plain(item, kind.value_type) for item in value]
     return parse_json(value) if isinstance(kind, pa.JsonType) else value
@@ -253,5 +255,7 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
 def _stream(rows: pa.RecordBatch) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as stream:
-        stream.write_batch(rows)  # writes the rows alone, where pickle would take along all they are cut from
+        stream.write_batch(
+            rows
+        )  # writes only these rows; pickle would include the batch they are sliced from
     return sink.getvalue().to_pybytes()

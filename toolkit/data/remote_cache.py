@@ -1,13 +1,13 @@
-"""Token caches in object storage: written there as they grow, read a sample at a time.
+"""Token caches in object storage: uploaded while they are built, read sample by sample.
 
-    <cache URL>/tokens/<key>/                 the files of a cache; meta.json, the last, makes it one
-    <local cache>/remote/<key>/offsets.bin    copies of the small files, compared with their hashes
+    <cache URL>/tokens/<key>/                 the files of a cache, complete once meta.json exists
+    <local cache>/remote/<key>/offsets.bin    copies of the small files, verified by their hashes
                               /conversations.bin, labels.bin
 
-A run reads the tokens of a sample when it comes to the sample, by a request, and keeps none: neither memory
-nor disk grows with the corpus. Where documents begin is looked up for each sample and so is copied, 8 bytes a
-document. A key stands for one content, and each file gets to its name whole: who builds what another builds
-writes the same bytes. Imports no torch.
+A run requests the tokens of a sample when it needs them and stores none: neither memory nor disk use grows
+with the corpus. The starts of documents are needed for every sample and are therefore copied, 8 bytes per
+document. A key identifies the content, and each file becomes visible only when it is complete: concurrent
+builds write the same bytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 
 BY_RANGES = ("tokens.bin", "mask.bin", "weights.bin")
-"""Files that are as long as the corpus."""
+"""Files whose size grows with the number of tokens."""
 REQUESTS_AT_ONCE = 16
-"""Samples of a micro-batch that are asked for at once."""
+"""Number of samples of a micro-batch that are requested concurrently."""
 
 
 class RemoteArray:
-    """An array (n,) of numbers in a file in object storage, of which slices are read by a request each."""
+    """A 1D array in a file in object storage; each slice is read by one request."""
 
     def __init__(self, path: RemotePath, dtype: DTypeLike, n: int):
         self._path, self._n = path, n
@@ -49,7 +49,7 @@ class RemoteArray:
         return self._n
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Raises DataError where the store does not answer, or has another file now."""
+        """Read a slice. Raises DataError if the store does not answer, or the file has been replaced."""
         start, stop, step = part.indices(self._n)
         assert step == 1
         values = np.empty(max(0, stop - start), self.dtype)
@@ -63,25 +63,27 @@ class RemoteArray:
 
     @staticmethod
     def map(function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
-        """``map`` whose items wait for the store together."""
+        """Apply ``function`` to all items concurrently, as ``map`` would."""
         return _threads(os.getpid()).map(function, items)
 
 
 def remote_array(path: Path, dtype: DTypeLike, n: int, hashes: Sequence[str]) -> np.ndarray:
-    """The array of ``n`` in a file of a cache: of a large one what reads it by ranges and passes for an array
-    where slices are taken, of another a copy on this machine, mapped into memory.
+    """Open an array of length ``n`` in a file of a cache.
+
+    Large files are read by ranges, by an object that supports slices like an array; others are copied to this
+    machine and mapped into memory.
 
     Raises:
-        DataError: the store does not answer, the file has not these ``hashes``, the copy cannot be written.
+        DataError: The store does not answer, the hashes differ, or the copy cannot be written.
     """
     assert isinstance(path, RemotePath)
     if path.name in BY_RANGES:
         return cast(np.ndarray, RemoteArray(path, dtype, n))
-    return np.asarray(np.memmap(_copied(path, n * np.dtype(dtype).itemsize, hashes), dtype, "r"))
+    return np.asarray(np.memmap(_local_copy(path, n * np.dtype(dtype).itemsize, hashes), dtype, "r"))
 
 
-def _copied(path: RemotePath, size: int, hashes: Sequence[str]) -> Path:
-    """A sound copy of the file of ``size`` bytes on this machine."""
+def _local_copy(path: RemotePath, size: int, hashes: Sequence[str]) -> Path:
+    """Return an intact local copy of a file of ``size`` bytes."""
     copy = local_cache() / "remote" / path.parent.name / path.name
     with contextlib.suppress(FileNotFoundError):
         if copy.stat().st_size == size and first_damaged(copy, hashes, every=False) is None:
@@ -93,11 +95,11 @@ def _copied(path: RemotePath, size: int, hashes: Sequence[str]) -> Path:
             while block := source.read(BLOCK_BYTES):
                 file.write(block)
         if first_damaged(work, hashes, every=True) is not None:
-            raise DataError(f"{path} is damaged: it is not what its cache was built with")
+            raise DataError(f"{path} is damaged: its hashes differ")
         os.replace(work, copy)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be copied to {copy}: {error}\n  fix:  make room there, {size:,} bytes"
+            f"{path} cannot be copied to {copy}: {error}\n  fix:  free {size:,} bytes there"
         ) from error
     finally:
         work.unlink(missing_ok=True)
@@ -117,8 +119,8 @@ class RemoteBuilding:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or issubclass(kind, StorageError):
-            return  # what a store that does not answer has kept is built over
-        if not (self._folder / "meta.json").exists():  # else another has built it meanwhile
+            return  # a later build overwrites what a failing store has kept
+        if not (self._folder / "meta.json").exists():  # else another process has completed it meanwhile
             for name in self._names:
                 (self._folder / name).unlink()
 
@@ -134,5 +136,5 @@ class RemoteBuilding:
 
 @lru_cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """The threads of this process: a fork has none of its parent's."""
+    """Return the threads of this process; a forked process has none of its parent's."""
     return ThreadPoolExecutor(REQUESTS_AT_ONCE, "samples")

@@ -1,6 +1,6 @@
-"""Files of text in object storage, on the hub or behind a web address, found by URL and read by ranges.
+"""Text files in object storage, on the Hub or on a web server, found by URL and read by byte ranges.
 
-Retries, time-outs and messages are those of :mod:`toolkit.storage.remote_path`.
+Retries, timeouts and messages are those of :mod:`toolkit.storage.remote_path`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from toolkit.data.file_kinds import READ, SUFFIXES, SourceError
-from toolkit.data.folder_files import take
+from toolkit.data.folder_files import choose_files
 from toolkit.errors import Problem
 from toolkit.storage.remote_path import RemotePath
 
@@ -21,50 +21,51 @@ _MAGIC = "*?["
 
 
 class RemoteText(RemotePath):
-    """A file that is read and never written, of any file system of fsspec, with its ``size`` in bytes."""
+    """A read-only file of any fsspec file system, with its ``size`` in bytes."""
 
     reads = True
     size: int | None = None
 
     def stat(self) -> Any:
-        """``st_size`` and ``st_mode`` alone, which are asked for once."""
+        """Return only ``st_size`` and ``st_mode``, which are requested once."""
         if self.size is None:
-            found = super().stat()
-            self.size, self._mode = found.st_size, found.st_mode
+            status = super().stat()
+            self.size, self._mode = status.st_size, status.st_mode
         return SimpleNamespace(st_size=self.size, st_mode=self._mode)
 
     _mode = 0o100644
 
     def files(self) -> Iterator[RemoteText]:
-        """The files under this name, by one request."""
-        found = self._call("find", str(self), detail=True)
-        for name in sorted(found):
+        """List the files with this prefix, in one request."""
+        entries = self._call("find", str(self), detail=True)
+        for name in sorted(entries):
             path = RemoteText(name if "://" in name else f"{self.scheme}://{name}")
-            path.size = found[name]["size"]
+            path.size = entries[name]["size"]
             yield path
 
 
 def find_remote(urls: str, split: str | None) -> tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]:
-    """The files at ``urls``: a file, a folder with its subfolders, a pattern, or several with commas between,
-    with the splits and the notes of folders, of which ``split`` is taken. They stand for paths wherever text
-    is read.
+    """Return the files at ``urls``, with the splits and notes of their folders, of which ``split`` is used.
+
+    A URL is a file, a folder (searched recursively) or a pattern; several are separated by commas. The files
+    replace paths wherever text is read.
 
     Raises:
-        SourceError: there is none, or one of another suffix; a folder without this split.
-        StorageError: the store cannot be reached, or refuses.
+        SourceError: There are none, one has an unsupported suffix, or a folder does not have this split.
+        StorageError: The store cannot be reached, or denies access.
     """
-    found: dict[str, RemoteText] = {}
+    by_url: dict[str, RemoteText] = {}
     splits: list[str] = []
     notes: list[str] = []
     for url in filter(None, (item.strip() for item in urls.split(","))):
         if "://" not in url:
-            raise _error(urls, f"{url} is a path beside URLs", "name either")
+            raise _error(urls, f"{url} is a path among URLs", "use either paths or URLs")
         files, of_folder, note = _find(url, split)
         splits += of_folder
         notes += [note] * bool(note)
         for file in files:
-            found.setdefault(str(file), file)
-    return cast(tuple[Path, ...], tuple(found.values())), tuple(dict.fromkeys(splits)), tuple(notes)
+            by_url.setdefault(str(file), file)
+    return cast(tuple[Path, ...], tuple(by_url.values())), tuple(dict.fromkeys(splits)), tuple(notes)
 
 
 def _find(url: str, split: str | None) -> tuple[list[RemoteText], tuple[str, ...], str]:
@@ -80,7 +81,7 @@ def _find(url: str, split: str | None) -> tuple[list[RemoteText], tuple[str, ...
         if not files:
             raise _error(url, "no file matches this pattern", "check the pattern")
         if other := next((file.name for file in files if not file.name.endswith(SUFFIXES)), None):
-            raise _error(url, f"{other!r} is not a text corpus", f"name a {READ} file")
+            raise _error(url, f"{other!r} is not a supported text file", f"use a {READ} file")
         return files, (), ""
     if url.endswith(SUFFIXES):
         file = RemoteText(url)
@@ -88,9 +89,10 @@ def _find(url: str, split: str | None) -> tuple[list[RemoteText], tuple[str, ...
             raise _error(url, "there is no such file", "correct it")
         return [file], (), ""
     top = RemoteText(url)
-    found = {str(file).removeprefix(f"{top}/"): file for file in top.files()}
-    taken = take(url, (name for name in found if not re.search(r"(^|/)\.", name)), split)
-    return [found[name] for name in taken.names], taken.splits, taken.note
+    files_by_name = {str(file).removeprefix(f"{top}/"): file for file in top.files()}
+    visible = (name for name in files_by_name if not re.search(r"(^|/)\.", name))
+    chosen = choose_files(url, visible, split)
+    return [files_by_name[name] for name in chosen.names], chosen.splits, chosen.note
 
 
 def _error(url: str, rule: str, fix: str) -> SourceError:

@@ -1,16 +1,15 @@
-"""Where text comes from: files found by name, folder or glob, or a dataset of the Hugging Face hub.
+"""Sources of text: files found by name, folder or glob, or a dataset of the Hugging Face Hub.
 
-Text, JSON, Parquet (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and folders that
-``datasets.save_to_disk`` wrote. The corpus is the files in sorted order, the documents of each in file
-order. A dataset of the hub is only named here, and is fetched when its tokens are first needed
-(:mod:`toolkit.data.hub`).
-"""
+Supported are text, JSON and Parquet (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and
+folders written by ``datasets.save_to_disk``. A corpus is the files in sorted order, the documents of each in
+file order. A dataset of the Hub is downloaded only when its tokens are first needed
+(:mod:`toolkit.data.hub`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import RowShape, SourceError
 from toolkit.errors import DataError, Problem, did_you_mean
@@ -23,7 +22,8 @@ EMBEDDED = {
     "c4_validation": "validation.jsonl.gz",
 }
 STAND_INS = {"c4_test": "embedded", "c4_validation": "embedded_validation"}
-"""torchtitan's names for samples of C4, which run offline on the embedded books, and the names of these."""
+"""torchtitan's names for samples of C4, for which the embedded books stand in offline, and their own
+names."""
 
 
 def open_corpus(
@@ -35,27 +35,27 @@ def open_corpus(
     split: str = "train",
     shape: RowShape | None = None,
 ) -> Corpus:
-    """Find a corpus: the files at ``path`` where it is given, else what is called ``name``.
+    """Find a corpus: the files at ``path`` if it is given, else the corpus called ``name``.
 
-    ``path`` is a file, a folder (searched with its subfolders, or written by ``save_to_disk``), a glob, or
-    several of these with commas between. ``name`` is an embedded corpus or, with its owner, a dataset of
-    the Hugging Face hub; ``subset`` and ``split`` choose from the latter, ``split`` also from a folder that
-    has several. Costs milliseconds and no network; the columns are looked up in the first row or the schema
-    of the first file that has any.
+    ``path`` is a file, a folder (searched recursively, or written by ``save_to_disk``), a glob, or a
+    comma-separated list of these. ``name`` is an embedded corpus or a dataset of the Hugging Face Hub with
+    its owner; ``subset`` and ``split`` select from the latter, ``split`` also from a folder with several.
+    Takes milliseconds and no network access; columns are checked in the first row, or the schema of the first
+    file that has one.
 
     Raises:
-        SourceError: unknown name, no such path, no text files there, missing column or package.
+        SourceError: Unknown name, missing path, no text files, missing column or package.
     """
-    if path is None and name in added("training.dataset"):
-        from toolkit.data.registered import registered
+    if path is None and name in registry("training.dataset"):
+        from toolkit.data.registered import registered_corpus
 
-        return registered(name, text_column, shape)
+        return registered_corpus(name, text_column, shape)
     if path is None and name not in EMBEDDED:
         from toolkit.data import hub
 
         if unknown := check_name(name):
             raise SourceError(unknown)
-        return hub.named(name, text_column, subset, split, shape)
+        return hub.hub_dataset(name, text_column, subset, split, shape)
     if path is None:
         source = Corpus(name, (EMBEDDED_FOLDER / EMBEDDED[name],), "text", shape=shape)
         if shape is None:
@@ -70,7 +70,7 @@ def open_corpus(
 
 
 def problem_of(error: DataError, path: str | None) -> Problem:
-    """Return as a problem the error that :func:`open_corpus` has raised."""
+    """Convert an error of :func:`open_corpus` to a problem."""
     if isinstance(error, SourceError):
         return error.problems[0]
     rule, _, fix = str(error).partition("\n  fix:  ")
@@ -78,18 +78,18 @@ def problem_of(error: DataError, path: str | None) -> Problem:
 
 
 def check_name(name: str) -> Problem | None:
-    """Check that a corpus can be called ``name``; None if so."""
-    if name in EMBEDDED or name in added("training.dataset") or "/" in name:
+    """Return a problem if no corpus can be called ``name``."""
+    if name in EMBEDDED or name in registry("training.dataset") or "/" in name:
         return None
     from toolkit.data import hub
 
     if name in hub.KNOWN:
         return None
-    named = [*EMBEDDED, *hub.KNOWN, *added("training.dataset")]
+    named = [*EMBEDDED, *hub.KNOWN, *registry("training.dataset")]
     names = ", ".join(named)
-    there = (
-        f"the names are {names}; a dataset of the Hugging Face hub is named with its owner, such as "
-        f"Salesforce/wikitext; for files of your own set dataset_path"
+    hint = (
+        f"the names are {names}; write a dataset of the Hugging Face Hub with its owner, such as "
+        f"Salesforce/wikitext; for local files set dataset_path"
     )
-    fix = did_you_mean(name, named, there)
+    fix = did_you_mean(name, named, hint)
     return Problem("there is no dataset of this name", fix, "dataset", name)

@@ -1,13 +1,13 @@
-"""Text that is tokenised while it is trained on, from files here or in object storage; the disk keeps none.
+"""Text that is tokenized during training, from local files or object storage, without using the disk.
 
-The files are dealt out to V shards, in each epoch in another order, and a shard packs what its files hold
-into rows. Sample k of the run is row k // V of shard k mod V, whatever the ranks and the workers: V is the
-largest divisor of the global batch that is no more than the files. A rank reads the shards of its rows; where
-several ranks have rows of one shard, each reads it. The position of a shard is where its next row begins: an
-epoch, a file, a piece of it and a token of that.
+The files are distributed over V shards, in another order in each epoch, and a shard packs the text of its
+files into rows. Sample k of the run is row k // V of shard k mod V, regardless of ranks and workers: V is the
+largest divisor of the global batch up to the number of files. A rank reads the shards of its rows; if several
+ranks have rows of one shard, each reads it. The position of a shard is the start of its next row: an epoch, a
+file, a chunk of the file and a token of the chunk.
 
-Memory holds two pieces of 128 KiB of text a shard, the disk nothing. Going on after a stop reads the file of
-each shard up to its piece, and tokenises that piece.
+Memory use is two chunks of 128 KiB of text per shard. Resuming reads the file of each shard up to its chunk
+and tokenizes that chunk.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from toolkit.data.batch_size import BatchShape, n_shards
 from toolkit.data.build import corpora, run_tokenizer
 from toolkit.data.build_cache import ids_dtype
 from toolkit.data.corpus import Corpus
-from toolkit.data.dataloader import FIELDS, Batch, Loader, check_same_base
+from toolkit.data.dataloader import FIELDS, Batch, Loader, check_same_samples
 from toolkit.data.hub import HubSource
 from toolkit.data.packing import PackedRows, Sample
 from toolkit.data.sampler import epoch_key, permute
 from toolkit.data.sources import open_corpus
-from toolkit.data.text_files import Piece
+from toolkit.data.text_files import Chunk
 from toolkit.data.tokenize import Encoded, Encoder, TextEncoder
 from toolkit.data.tokenize_helpers import Helper
 from toolkit.errors import DataError
 
-PIECE_BYTES = 1 << 17
-"""Bytes of text that a shard reads and tokenises at a time: the first step waits for one of each shard."""
+CHUNK_BYTES = 1 << 17
+"""Bytes of text that a shard reads and tokenizes at a time; the first step waits for one chunk per shard."""
 READERS = 16
-"""Shards at most whose next piece is read and tokenised at the same time."""
+"""Maximum number of shards whose next chunks are read and tokenized concurrently."""
 
 
-class Position(NamedTuple):
-    """Where a row begins: at ``token`` of a piece of the shard's ``file``-th file in an epoch."""
+class ShardPosition(NamedTuple):
+    """Start of a row: ``token`` of a chunk of the shard's ``file``-th file in an epoch."""
 
     epoch: int = 0
     file: int = 0
-    piece: int = 0
+    chunk: int = 0
     token: int = 0
 
 
 class Encoders:
-    """An encoder of pieces, in ``workers`` processes of its own, or in this one where there are none."""
+    """Encodes chunks in ``workers`` processes, or in this one if there are none."""
 
     def __init__(self, encode: Encoder, workers: int):
         self._encode, self._idle = encode, queue.SimpleQueue[Helper]()
@@ -64,33 +64,36 @@ class Encoders:
             self._idle.put(helper)
         self._readers = ThreadPoolExecutor(min(2 * workers, READERS), "streaming") if workers else None
 
-    def next_of(self, pieces: Iterator[tuple[Position, Piece]]) -> Future[tuple[Position, Encoded]]:
-        """The next of a shard's pieces as tokens, read and tokenised while others wait for nothing."""
+    def next_of(self, chunks: Iterator[tuple[ShardPosition, Chunk]]) -> Future[tuple[ShardPosition, Encoded]]:
+        """Read and tokenize the next of a shard's chunks, concurrently with those of other shards."""
         if self._readers:
-            return self._readers.submit(self._next, pieces, self._by_helper)
-        ready: Future[tuple[Position, Encoded]] = Future()
-        ready.set_result(self._next(pieces, self._encode))
+            return self._readers.submit(self._next, chunks, self._by_helper)
+        ready: Future[tuple[ShardPosition, Encoded]] = Future()
+        ready.set_result(self._next(chunks, self._encode))
         return ready
 
-    def _by_helper(self, piece: Piece) -> Encoded:
+    def _by_helper(self, chunk: Chunk) -> Encoded:
         helper = self._idle.get()
         try:
-            helper.send(piece)
-            found = helper.receive()
-        finally:  # of one that has died, whoever takes it next hears so too
+            helper.send(chunk)
+            encoded = helper.receive()
+        finally:  # if it has died, the next user gets the same error
             self._idle.put(helper)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(encoded, Exception):
+            raise encoded
+        return encoded
 
     @staticmethod
-    def _next(pieces: Iterator[tuple[Position, Piece]], encode: Encoder) -> tuple[Position, Encoded]:
-        position, piece = next(pieces)
-        return position, encode(piece)
+    def _next(
+        chunks: Iterator[tuple[ShardPosition, Chunk]], encode: Encoder
+    ) -> tuple[ShardPosition, Encoded]:
+        position, chunk = next(chunks)
+        return position, encode(chunk)
 
 
 class Shard:
-    """Every V-th file of each epoch's order, packed into rows of ``seq_len`` tokens without an end."""
+    """Every V-th file of each epoch's order, packed into an infinite sequence of rows of ``seq_len``
+    tokens."""
 
     def __init__(
         self,
@@ -101,53 +104,53 @@ class Shard:
         seq_len: int,
         document_mask: bool,
     ):
-        """``order`` gives the numbers of an epoch's files in ``corpus``, those of this shard."""
+        """``order`` returns the indices in ``corpus`` of this shard's files of an epoch."""
         self._corpus, self._order, self._encoders = corpus, order, encoders
         self._seq_len, self._document_mask = seq_len, document_mask
-        self.go_to(Position())
+        self.go_to(ShardPosition())
 
-    def go_to(self, position: Position) -> None:
-        """Have the next row begin at ``position``."""
+    def go_to(self, position: ShardPosition) -> None:
+        """Make the next row start at ``position``."""
         self._start = position
-        self._next: Future[tuple[Position, Encoded]] | None = None
+        self._next: Future[tuple[ShardPosition, Encoded]] | None = None
         self._tokens = np.zeros(0, np.uint16)
         self._begins = np.zeros(0, np.int64)  # of documents in _tokens
-        self._pieces: list[tuple[int, Position]] = []  # where in _tokens each begins, in ascending order
+        self._chunks: list[tuple[int, ShardPosition]] = []  # start of each in _tokens, ascending
         self._row = 0
-        self._fed = position.epoch  # the last epoch that has given tokens
+        self._fed = position.epoch  # the last epoch that yielded tokens
 
     def prefetch(self) -> None:
-        """Begin to read and tokenise the next piece, if that is not under way."""
+        """Start to read and tokenize the next chunk, unless that is already in progress."""
         if self._next is None:
-            if not self._pieces:
+            if not self._chunks:
                 self._source = self._read(self._start)
             self._next = self._encoders.next_of(self._source)
 
     @property
-    def position(self) -> Position:
-        """Where the next row begins."""
+    def position(self) -> ShardPosition:
+        """Start of the next row."""
         at = self._row * self._seq_len
-        passed = [(begin, piece) for begin, piece in self._pieces if begin <= at]
+        passed = [(begin, chunk) for begin, chunk in self._chunks if begin <= at]
         if not passed:
             return self._start
-        begin, piece = passed[-1]
-        return piece._replace(token=at - begin)
+        begin, chunk = passed[-1]
+        return chunk._replace(token=at - begin)
 
     def skip(self, rows: int) -> None:
-        """Go on behind so many rows."""
+        """Skip ``rows`` rows."""
         for _ in range(rows):
             self._fill()
             self._row += 1
 
     def row(self) -> Sample:
-        """The next row."""
+        """Return the next row."""
         self._fill()
         rows = PackedRows(self._tokens, self._begins, self._seq_len, document_mask=self._document_mask)
         self._row += 1
         return rows.sample(self._row - 1)
 
     def _fill(self) -> None:
-        """Have the tokens of the next row, and the one behind them, at hand."""
+        """Read until the tokens of the next row, and the one after them, are available."""
         while len(self._tokens) - self._row * self._seq_len <= self._seq_len:
             self.prefetch()
             assert self._next is not None
@@ -160,52 +163,54 @@ class Shard:
             self._append(position, encoded)
             self.prefetch()
 
-    def _append(self, position: Position, encoded: Encoded) -> None:
+    def _append(self, position: ShardPosition, encoded: Encoded) -> None:
         done = self._row * self._seq_len
-        last = max((number for number, (begin, _) in enumerate(self._pieces) if begin <= done), default=0)
-        self._pieces = [(begin - done, piece) for begin, piece in self._pieces[last:]]
+        last = max((number for number, (begin, _) in enumerate(self._chunks) if begin <= done), default=0)
+        self._chunks = [(begin - done, chunk) for begin, chunk in self._chunks[last:]]
         self._row = 0
         kept, tokens = self._tokens[done:], encoded.tokens
         begins = np.cumsum(encoded.lengths) - encoded.lengths
         if not encoded.opens:
             begins = begins[1:]
-        if not self._pieces:  # the first since a start: its row begins within the piece
+        if not self._chunks:  # the first after a start: its row starts within the chunk
             tokens, begins = tokens[self._start.token :], begins - self._start.token
-            self._pieces.append((-self._start.token, position))
+            self._chunks.append((-self._start.token, position))
         else:
-            self._pieces.append((len(kept), position))
+            self._chunks.append((len(kept), position))
         begins = np.concatenate([self._begins - done, begins + len(kept)])
-        self._begins = np.unique(begins[begins >= 0])  # a document without tokens begins where the next does
+        self._begins = np.unique(
+            begins[begins >= 0]
+        )  # documents without tokens start where the next one does
         self._tokens = np.concatenate([kept, tokens]) if len(kept) else tokens
 
-    def _read(self, start: Position) -> Iterator[tuple[Position, Piece]]:
-        """The pieces from ``start`` on, without an end."""
+    def _read(self, start: ShardPosition) -> Iterator[tuple[ShardPosition, Chunk]]:
+        """Yield the chunks from ``start`` on, infinitely."""
         for epoch in iter(range(start.epoch, 1 << 62)):
             some = False
             for number, file in enumerate(self._order(epoch)):
                 if (epoch, number) < start[:2]:
                     continue
                 one = Corpus(self._corpus.name, (self._corpus.files[file],), self._corpus.text_column)
-                for count, piece in enumerate(one.pieces(PIECE_BYTES)):
+                for count, chunk in enumerate(one.chunks(CHUNK_BYTES)):
                     some = True
                     if (epoch, number, count) >= start[:3]:
-                        yield Position(epoch, number, count), piece
+                        yield ShardPosition(epoch, number, count), chunk
             if not some and (epoch, 0) >= start[:2]:
                 raise self._no_text()
 
     def _no_text(self) -> DataError:
-        return DataError(f"{self._corpus.name}: the files of a shard hold no text")
+        return DataError(f"{self._corpus.name}: the files of a shard contain no text")
 
 
 class StreamedLoader(Loader):
-    """Micro-batches of a rank, of a text that streams."""
+    """Iterates over a rank's micro-batches of a streamed text."""
 
     mixture = None
 
     def __init__(
         self, shards: dict[int, Shard], n_shards: int, batch: BatchShape, rows: range, counted: dict[str, Any]
     ):
-        """``shards`` are those of this rank's ``rows`` of a global batch, by their numbers."""
+        """``shards`` are those of this rank's ``rows`` of a global batch, by number."""
         self._shards, self._n_shards, self._batch, self._rows = shards, n_shards, batch, rows
         self._counted = counted
         self._start = self._taken = 0
@@ -213,7 +218,7 @@ class StreamedLoader(Loader):
 
     @property
     def epoch_samples(self) -> int:
-        """More than any run has: nobody has counted them."""
+        """A number larger than any run, because the samples are not counted."""
         return 1 << 62
 
     def _note(self) -> None:
@@ -221,17 +226,17 @@ class StreamedLoader(Loader):
 
     @property
     def identity(self) -> str:
-        """Tell which samples these are."""
+        """Description that identifies the samples."""
         return json.dumps(self._counted)
 
     @property
     def samples(self) -> int:
-        """Samples consumed by the whole run, to the last complete global batch."""
+        """Samples consumed by the whole run, up to the last complete global batch."""
         micro_batches = len(self._rows) // self._batch.local
         return self._start + self._taken // micro_batches * self._batch.total
 
     def conversations(self) -> Iterator[str]:
-        """Tell nothing: text has none."""
+        """Return nothing: text has no statistics of conversations."""
         return iter(())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -249,7 +254,7 @@ class StreamedLoader(Loader):
             for begin in range(0, len(rows), local):
                 self._taken += 1
                 if begin + local == len(rows):
-                    self._note()  # this global batch is complete once its last micro-batch is handed over
+                    self._note()  # the global batch is complete once its last micro-batch is handed over
                 yield {
                     name: torch.from_numpy(np.stack([row[name] for row in rows[begin : begin + local]]))
                     if name in rows[0]
@@ -258,18 +263,18 @@ class StreamedLoader(Loader):
                 }
 
     def _global_batch(self) -> list[Sample]:
-        """This rank's rows of the next global batch; of a shard's other rows it goes past."""
-        found: dict[int, Sample] = {}
+        """Return this rank's rows of the next global batch, skipping the other rows of its shards."""
+        samples: dict[int, Sample] = {}
         for number, shard in self._shards.items():
             for row in range(number, self._batch.total, self._n_shards):
                 if row in self._rows:
-                    found[row] = shard.row()
+                    samples[row] = shard.row()
                 else:
                     shard.skip(1)
-        return [found[row] for row in self._rows]
+        return [samples[row] for row in self._rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples consumed, of what, and where each shard goes on. Every rank calls it."""
+        """Return the samples consumed, what identifies them, and the shards' positions. Collective."""
         positions = dict(self._noted)
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered: list[Any] = [None] * dist.get_world_size()
@@ -279,14 +284,15 @@ class StreamedLoader(Loader):
         return {"samples": self.samples, **self._counted, "positions": at, "positions_of": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that ``state`` counts, at any number of ranks and workers.
+        """Continue after the samples that ``state`` counts, with any number of ranks and workers.
 
-        Raises DataError where the state counts samples of other files, another seed, packing or batch.
+        Raises:
+            DataError: The state counts samples of other files, another seed, packing or batch.
         """
-        check_same_base(self._counted, state)
+        check_same_samples(self._counted, state)
         ahead = (state["samples"] - state["positions_of"]) // self._n_shards
         for number, shard in self._shards.items():
-            shard.go_to(Position(*state["positions"][number]))
+            shard.go_to(ShardPosition(*state["positions"][number]))
             shard.skip(ahead)
         self._start, self._taken = int(state["samples"]), 0
         self._note()
@@ -295,10 +301,10 @@ class StreamedLoader(Loader):
 def streamed_loader(
     config: Config, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
 ) -> StreamedLoader:
-    """The training corpus of ``config`` for rank ``dp_rank`` of ``dp_size``.
+    """Build the loader of the training corpus of ``config`` for rank ``dp_rank`` of ``dp_size``.
 
     Raises:
-        DataError: a file is missing, or the ranks see different ones.
+        DataError: A file is missing, or the ranks see different files.
     """
     options = next(corpus for corpus in corpora(config) if corpus.table == "training")
     tokenizer, training, data = run_tokenizer(config), config.training, config.data
@@ -309,7 +315,7 @@ def streamed_loader(
     fingerprint = _fingerprint(corpus, tokenizer.fingerprint)
     counted = {
         "corpus": fingerprint, "seq_len": training.seq_len,
-        "shuffle": data.shuffle, "seed": seed, "shards": shards, "piece_bytes": PIECE_BYTES,
+        "shuffle": data.shuffle, "seed": seed, "shards": shards, "piece_bytes": CHUNK_BYTES,
     }  # fmt: skip
     _agree(fingerprint, corpus)
     encode = TextEncoder(corpus.text_column, tokenizer, ids_dtype(tokenizer))
@@ -317,24 +323,25 @@ def streamed_loader(
 
     def order(shard: int) -> Callable[[int], Sequence[int]]:
         def of_epoch(epoch: int) -> Sequence[int]:
-            mine = np.arange(shard, files, shards)
-            return (permute(mine, files, epoch_key(seed, epoch)) if data.shuffle else mine).tolist()
+            files_of_shard = np.arange(shard, files, shards)
+            key = epoch_key(seed, epoch)
+            return (permute(files_of_shard, files, key) if data.shuffle else files_of_shard).tolist()
 
         return of_epoch
 
     per_rank = batch.total // dp_size
     rows = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)
-    mine = {
+    own_shards = {
         number: Shard(
             corpus, order(number), encoders, seq_len=training.seq_len, document_mask=data.document_mask
         )
         for number in sorted({row % shards for row in rows})
     }
-    return StreamedLoader(mine, shards, batch, rows, counted)
+    return StreamedLoader(own_shards, shards, batch, rows, counted)
 
 
 def _fingerprint(corpus: Corpus, tokenizer: str) -> str:
-    """Identify the files by names and sizes, wherever they lie, and what they are read by."""
+    """Identify the files by names and sizes, regardless of their folder, and how they are read."""
     names: list[Any] = [
         str(file) if "@" in str(file) else (file.name, file.stat().st_size) for file in corpus.files
     ]
@@ -345,11 +352,11 @@ def _fingerprint(corpus: Corpus, tokenizer: str) -> str:
 def _agree(fingerprint: str, corpus: Corpus) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, fingerprint)
-    if len(set(found)) > 1:
-        other = next(rank for rank, one in enumerate(found) if one != found[0])
+    fingerprints: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, fingerprint)
+    if len(set(fingerprints)) > 1:
+        other = next(rank for rank, one in enumerate(fingerprints) if one != fingerprints[0])
         raise DataError(
             f"{corpus.name}: rank {other} sees other files, or files of other sizes, than rank 0\n"
-            "  fix:  let all nodes see the same files"
+            "  fix:  make the same files available on all nodes"
         )

@@ -1,10 +1,10 @@
-"""Text and JSON files as a stream of bounded pieces.
+"""Text and JSON files as a stream of bounded chunks.
 
-A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object a line, a document
-in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Either may be compressed
+A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object per line with a document
+in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Both may be compressed
 (``.txt.gz``, ``.jsonl.zst``).
 
-A piece is about 1 MiB of a file: whole rows of JSON, or a segment of a text file
+A chunk is about 1 MiB of a file: whole JSON rows, or a segment of a text file
 (:mod:`toolkit.data.text_segments`).
 """
 
@@ -28,21 +28,21 @@ from toolkit.data.json_arrays import BETWEEN, array_blocks, begins_array
 from toolkit.errors import DataError
 from toolkit.io.json_fields import parse_json
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _FIRST_BLOCK = 1 << 16
-REPLACE = "\n  fix:  repair the file, or name another"
+REPLACE = "\n  fix:  repair the file, or use another"
 _BOM = "\ufeff"
 _LINES = "each line must be one JSON object, or the file one array of objects"
 _ROWS = "each row of the array must be one JSON object"
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
-class Piece(Protocol):
-    """About 1 MiB of a file, which a process can turn into texts by itself.
+class Chunk(Protocol):
+    """About 1 MiB of a file, which any process can convert to texts.
 
-    ``opens`` and ``closes`` say whether its first and its last text begin and end a document.
-    ``n_file_bytes`` is how many bytes of the file on disk it covers. ``unit`` is what its rows are counted
-    in.
+    ``opens`` and ``closes`` state whether its first text starts and its last text ends a document.
+    ``n_file_bytes`` is the number of bytes of the file on disk that it covers. ``unit`` is the unit in which
+    its rows are counted.
     """
 
     @property
@@ -56,19 +56,19 @@ class Piece(Protocol):
     @property
     def n_file_bytes(self) -> int: ...
     def texts(self, text_column: str) -> list[str]:
-        """The texts of this piece, empty ones left out. Raises DataError with file and place."""
+        """Return the non-empty texts of this chunk. Raises DataError with file and position."""
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The rows of this piece, each with its line or row in the file. Raises DataError with file and
-        place."""
+        """Yield the rows of this chunk with their line or row in the file. Raises DataError with file and
+        position."""
 
 
 @dataclass(frozen=True)
-class TextPiece:
-    """A :class:`Piece` cut where a line ends.
+class TextChunk:
+    """A :class:`Chunk` that ends at a line end.
 
-    ``offset`` and ``line`` (from 1) say where in the (decompressed) file it begins. Of an array, ``row`` is
-    the number of its first row (from 0, as in Parquet), and it is cut between two rows.
+    ``offset`` and ``line`` (from 1) are its start in the (decompressed) file. In an array, ``row`` is the
+    number of its first row (from 0, as in Parquet), and it ends between two rows.
     """
 
     path: Path
@@ -87,23 +87,23 @@ class TextPiece:
 
     def texts(self, text_column: str) -> list[str]:
         if not self.is_json:
-            # An empty middle of a document cannot be: only an empty file gives an empty text.
+            # Only an empty file has an empty text: no part of a document is empty.
             return [text] if (text := self._text()) else []
         where = f"{self.path}, {self.unit}"
-        found = (_row_text(row, text_column, f"{where} {place}") for place, row in self.rows())
-        return [text for text in found if text]
+        texts = (_row_text(row, text_column, f"{where} {number}") for number, row in self.rows())
+        return [text for text in texts if text]
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         text, line = self._text(), self.line
         if self.row is None:
-            for place, row in enumerate(text.split("\n"), start=line):
+            for number, row in enumerate(text.split("\n"), start=line):
                 if row and not row.isspace():
-                    yield place, _read_row(row, f"{self.path}, line {place}", _LINES)
+                    yield number, _read_row(row, f"{self.path}, line {number}", _LINES)
             return
-        for place, row in enumerate(text.removesuffix(BETWEEN).split(BETWEEN), start=self.row):
+        for number, row in enumerate(text.removesuffix(BETWEEN).split(BETWEEN), start=self.row):
             json = row.lstrip()
             begin = line + row.count("\n", 0, len(row) - len(json))
-            yield place, _read_row(json, f"{self.path}, row {place} (line {begin})", _ROWS)
+            yield number, _read_row(json, f"{self.path}, row {number} (line {begin})", _ROWS)
             line += row.count("\n")
 
     def _text(self) -> str:
@@ -119,34 +119,37 @@ class TextPiece:
         return text.removeprefix(_BOM) if self.offset == 0 else text
 
 
-def read_pieces(path: Path, size: int = 0) -> Iterator[TextPiece]:
-    """The pieces of a file of about ``size`` bytes, or ``PIECE_BYTES``, in order. Raises DataError for a file
-    that cannot be read."""
+def read_chunks(path: Path, size: int = 0) -> Iterator[TextChunk]:
+    """Yield the chunks of a file of about ``size`` bytes, or ``CHUNK_BYTES``, in order. Raises DataError if
+    the file cannot be read."""
     try:
         with open_regular(path) as raw:
-            yield from _file_pieces(path, raw, size or PIECE_BYTES)
+            yield from _file_chunks(path, raw, size or CHUNK_BYTES)
     except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
 
 
-def first_row(path: Path) -> TextPiece | None:
-    """The first line of a file of JSON, or row of an array, to see a missing column before anything is
-    started; None of a line that is longer than a piece, which waits for the reading."""
+def first_row(path: Path) -> TextChunk | None:
+    """Return the first line of a JSON file, or row of an array, to detect missing columns before a run
+    starts.
+
+    Returns None for a line longer than a chunk, which is checked only when it is read.
+    """
     try:
         with open_regular(path) as raw:
             stream = _decompressed(path, raw)
-            line = stream.readline(PIECE_BYTES)
+            line = stream.readline(CHUNK_BYTES)
             if begins_array(line):
                 data, _ = next(array_blocks(path, stream, line, _FIRST_BLOCK), (b"", True))
                 line = data.partition(BETWEEN.encode())[0]
-                return TextPiece(path, True, line, 0, 1, True, True, 0, row=0) if line else None
+                return TextChunk(path, True, line, 0, 1, True, True, 0, row=0) if line else None
     except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}{REPLACE}") from error
-    return TextPiece(path, True, line, 0, 1, True, True, 0) if line.endswith(b"\n") else None
+    return TextChunk(path, True, line, 0, 1, True, True, 0) if line.endswith(b"\n") else None
 
 
 def unit_of(path: Path) -> str:
-    """Say what the rows of a file are counted in, as the ``unit`` of its pieces."""
+    """Return the unit in which the rows of a file are counted, as the ``unit`` of its chunks."""
     if kind(path) == "rows":
         return "row"
     with contextlib.suppress(DataError):
@@ -174,19 +177,19 @@ def _row_text(values: Mapping[str, Any], text_column: str, where: str) -> str:
 
 
 def check_text(value: object, where: str) -> None:
-    """Raise DataError where a row's value is no text; null is none at all."""
+    """Raise DataError if a row's value is not a string or null."""
     if value is None:
         return
     if not isinstance(value, str):
         raise DataError(
-            f"{where} holds a JSON {_json_type(value)}\n"
-            f"  fix:  a text column must hold a string, or null for no text, on every line"
+            f"{where} contains a JSON {_json_type(value)}\n"
+            f"  fix:  a text column must contain a string, or null for no text, on every line"
         )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} has half a surrogate pair, \\u{ord(value[error.start]):04x}, at character "
+            f"{where} has an unpaired surrogate, \\u{ord(value[error.start]):04x}, at character "
             f"{error.start}\n  fix:  repair the line"
         ) from None
 
@@ -196,7 +199,7 @@ def _json_type(value: object) -> str:
     return "null" if value is None else names.get(type(value), f"value of type {type(value).__name__}")
 
 
-def _file_pieces(path: Path, raw: io.BufferedReader, size: int) -> Iterator[TextPiece]:
+def _file_chunks(path: Path, raw: io.BufferedReader, size: int) -> Iterator[TextChunk]:
     stream, has_rows, row = _decompressed(path, raw), is_json(path), None
     if not has_rows:
         from toolkit.data.text_segments import text_segments
@@ -209,7 +212,7 @@ def _file_pieces(path: Path, raw: io.BufferedReader, size: int) -> Iterator[Text
     offset, line, file_offset = 0, 1, 0
     for data, last in blocks:
         n_file_bytes = raw.tell() - file_offset
-        yield TextPiece(path, has_rows, data, offset, line, has_rows or offset == 0, last, n_file_bytes, row)
+        yield TextChunk(path, has_rows, data, offset, line, has_rows or offset == 0, last, n_file_bytes, row)
         offset, line, file_offset = (offset + len(data), line + data.count(b"\n"), file_offset + n_file_bytes)
         row = None if row is None else row + data.count(BETWEEN.encode())
 
@@ -221,7 +224,7 @@ def _line_blocks(stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[byt
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> BinaryIO:
-    """Decompress an open file, as its suffix says; the result has ``peek``, as a BufferedReader."""
+    """Decompress an open file according to its suffix; like a BufferedReader, the result has ``peek``."""
     if path.suffix == ".zst":
         import pyarrow  # some tenths of a second
 

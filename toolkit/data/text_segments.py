@@ -1,8 +1,8 @@
-"""Segments of a text file that is too long to be tokenised at once.
+"""Segments of a text file that is too long to be tokenized at once.
 
-Where a file is cut depends on its bytes alone, never on how many processes read it: after at least 1 MiB,
-before the first line that does not begin with white space (there a byte-pair tokenizer gives the ids that
-it would give for the uncut text), or, where no such line follows within a further 1 MiB, before a space.
+The boundaries depend only on the file's bytes, not on the number of processes: after at least 1 MiB, before
+the first line that does not start with white space (where a byte-pair tokenizer gives the same ids as for the
+whole text), or, if no such line follows within a further 1 MiB, before a space.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import BinaryIO
 
 
 def text_segments(stream: BinaryIO, at_least: int) -> Iterator[tuple[bytes, bool]]:
-    """(segment, whether it is the last one) of a text file; the others have ``at_least`` so many bytes."""
+    """Yield (segment, whether it is the last one) of a text file; the others have ``at_least`` so many
+    bytes."""
     carry = b""
     while data := carry + stream.read(at_least - len(carry)):
         parts, budget = [data], at_least
@@ -27,12 +28,12 @@ def text_segments(stream: BinaryIO, at_least: int) -> Iterator[tuple[bytes, bool
             cut = _cut(data, at_least)
             data, carry = data[:cut], data[cut:]
         yield data, last
-        if last:  # also where the file has grown in the meantime
+        if last:  # even if the file has grown in the meantime
             return
 
 
 def _cut(data: bytes, at_least: int) -> int:
-    """Where to cut inside a line: before a space near the segment's end, else between two characters."""
+    """Return where to split inside a line: before a space near the segment's end, else between characters."""
     space = data.rfind(b" ", len(data) - at_least // 2)
     if space > 0:
         return space

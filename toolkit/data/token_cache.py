@@ -1,29 +1,28 @@
-"""Tokenised corpora on disk: built once, by all cores, then mapped into memory by everyone.
+"""Tokenized corpora on disk: built once, by all cores, then memory-mapped by every process.
 
-    <cache folder>/tokens/<key>/tokens.bin    the ids end to end, uint16 or uint32
-                               /offsets.bin   int64: where each document begins, and the end
-                               /mask.bin            of conversations: uint8, which tokens are learnt
-                               /conversations.bin   and int64, where each was read and what of it is learnt
-                               /weights.bin         where some are not 1: float32, weights of learnt tokens
-                               /labels.bin          of texts with a class: int32, the class of each
-                               /meta.json     counts, type, key, size of the vocabulary, hashes of blocks
-    <cache folder>/tokens/<key>.building/     a build in progress, or what a killed one left
-    <cache folder>/tokens/<key>.lock          held (flock) by the process that builds
+    <cache folder>/tokens/<key>/tokens.bin    concatenated ids, uint16 or uint32
+                               /offsets.bin   int64: start of each document, and the end
+                               /mask.bin            conversations: uint8, which tokens are in the loss
+                               /conversations.bin   int64, where each was read and what of it is in the loss
+                               /weights.bin         if some are not 1: float32, weights of these tokens
+                               /labels.bin          labeled texts: int32, the class of each
+                               /meta.json     counts, dtype, key, vocabulary size, hashes of blocks
+    <cache folder>/tokens/<key>.building/     a build in progress, or the remains of a killed one
+    <cache folder>/tokens/<key>.lock          locked (flock) by the process that builds
     <cache folder>/hashes/                    content hashes, so that a second start reads no text
-    <cache folder>/hub/                       what a dataset of the Hugging Face hub was when it was fetched
+    <cache folder>/hub/                       records of downloaded datasets of the Hugging Face Hub
 
-Of a cache folder that is a URL, all but tokens/<key>/ is on this machine (``local_cache``); see
+If the cache folder is a URL, everything except tokens/<key>/ is on this machine (``local_cache``); see
 :mod:`toolkit.data.remote_cache`.
 
-The key is the SHA-256 of the files' contents in order (for a dataset of the hub, of what names its
-revision), the tokenizer's fingerprint, the text column (of conversations, their shape, chat format and what
-of them is learnt) and ``FORMAT``. A folder under its final name is complete: it gets there by one atomic
-rename after fsync. The kernel releases the lock of a process that dies, however it dies; whoever takes the
-lock next owns the ``.building`` folder and removes it; a build also removes those of other corpora that
-nobody builds.
+The key is the SHA-256 of the files' contents in order (for a dataset of the Hub, of its revision), the
+tokenizer's fingerprint, the text column (for conversations, their shape, chat format and which tokens are in
+the loss) and ``FORMAT``. A folder under its final name is complete: it gets there by one atomic rename after
+fsync. The kernel releases the lock of a process that dies; whoever takes the lock next owns the ``.building``
+folder and removes it. A build also removes those of other corpora that nobody is building.
 
-Opening a cache compares some blocks of its files with their hashes, of a small one all, and what is damaged
-is built again. The loader refuses ids that the tokenizer does not have.
+Opening a cache compares some blocks of its files with their hashes (all blocks of a small cache), and a
+damaged cache is rebuilt. The loader rejects ids that the tokenizer does not have.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions
 
 
-def tokenized(
+def tokenize_corpus(
     source: Corpus,
     tokenizer: Tokenizer,
     *,
@@ -61,17 +60,19 @@ def tokenized(
     verify: bool = False,
     chat: ChatOptions | None = None,
 ) -> TokenCache:
-    """The tokenised ``source``: opened where it has been built before and is sound, else built now.
+    """Open the token cache of ``source``, building it if it does not exist or is damaged.
 
-    A source of conversations needs ``chat``, which says how they become tokens.
+    Any number of processes may call this concurrently: one builds, the others wait.
 
-    Any number of processes may call this at once: one builds, the others wait. ``progress`` shows on
-    stderr what is going on. ``processes`` 0 is one a core, or none but this one for a small corpus.
-    ``verify`` reads all of a cache that is there, where opening it reads some.
+    Args:
+        progress: Report progress on stderr.
+        processes: Number of tokenizing processes; 0 is one per core, or only this one for a small corpus.
+        verify: Read all of an existing cache, instead of some blocks.
+        chat: How conversations become tokens; required for a source of conversations.
 
     Raises:
-        DataError: unreadable, undecodable or empty corpus; one that changes meanwhile; one of more than
-            ``max_inline_gb`` gigabytes of text that is not built yet; a cache folder that cannot be written.
+        DataError: The corpus is unreadable, undecodable or empty, changes meanwhile, or has more than
+            ``max_inline_gb`` gigabytes of text and is not built yet; or the cache folder is not writable.
     """
     root = local_cache(cache_folder)
     tokens = expand_user(cache_folder) if "://" in str(cache_folder) else root
@@ -79,11 +80,13 @@ def tokenized(
     max_bytes = max_inline_gb * 1e9
     for again in (False, True):
         with _cache_errors(root):
-            found = source.fetched(root, progress=progress, max_bytes=max_bytes, again=again)
+            found = source.fetch(root, progress=progress, max_bytes=max_bytes, again=again)
         if not found.identity and unread(found, root):
-            _refuse_large(found, max_bytes)  # before all of it is read for its hash
-        here = all(path.exists() for path in found.files)  # of the hub the tokens may be all that is left
-        before = stamps(found) if here else None  # the key is of what the files hold from here on
+            _check_size(found, max_bytes)  # before all of it is read to be hashed
+        here = all(
+            path.exists() for path in found.files
+        )  # files of the Hub may be gone, but not their tokens
+        before = stamps(found) if here else None  # taken before the contents are hashed for the key
         key = _key(found, tokenizer, encoder, root, progress)
         folder = tokens / "tokens" / key[:32]
         with _cache_errors(root):
@@ -91,17 +94,17 @@ def tokenized(
                 return cache
         if here:
             break
-    _refuse_large(found, max_bytes)
+    _check_size(found, max_bytes)
     from toolkit.io.locks import waiting_lock
 
     with _cache_errors(root):
         lock = root / "tokens" / f"{folder.name}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with waiting_lock(lock, "tokenising this corpus", lambda text: say(progress, text)):
+        with waiting_lock(lock, "tokenizing this corpus", lambda text: say(progress, text)):
             if (cache := _open_if_sound(folder, False, verify=verify)) is not None:
                 return cache
 
-            def unchanged() -> bool:  # a file that is too young to be known by its stamp is read again
+            def unchanged() -> bool:  # files too young to trust their stamps are read again
                 return stamps(found) == before and _key(found, tokenizer, encoder, root, progress) == key
 
             build_cache(
@@ -115,14 +118,14 @@ def _open_if_sound(folder: Path, progress: bool, *, verify: bool) -> TokenCache 
         return open_cache(folder, verify=verify)
     except FileNotFoundError:
         if folder.exists():
-            say(progress, f"{folder} lacks a file; tokenising again")
+            say(progress, f"{folder} lacks a file; tokenizing again")
     except DataError as error:
         if not isinstance(folder, Path):
             from toolkit.storage.remote_calls import StorageError
 
             if isinstance(error, StorageError):
                 raise
-        say(progress, f"{error}; tokenising again")
+        say(progress, f"{error}; tokenizing again")
     return None
 
 
@@ -132,12 +135,12 @@ def _cache_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"the token cache {root} cannot be used: {error}\n  fix:  set data.cache_folder to a folder on "
-            f"a local file system that this user can write and that has room (about 0.6 bytes a byte of text)"
+            f"the token cache {root} cannot be used: {error}\n  fix:  set data.cache_folder to a folder on a "
+            f"local file system that is writable and has room (about 0.6 bytes per byte of text)"
         ) from error
 
 
-def _refuse_large(source: Corpus, max_bytes: float) -> None:
+def _check_size(source: Corpus, max_bytes: float) -> None:
     if max_bytes == math.inf:
         return
     if problem := too_large(source.n_text_bytes, max_bytes):
@@ -145,13 +148,13 @@ def _refuse_large(source: Corpus, max_bytes: float) -> None:
 
 
 def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> RowEncoder | None:
-    """Return the encoder of rows that are more than a text; None for text."""
+    """Return the encoder of conversations or labeled texts; None for plain text."""
     if source.shape is None:
         return None
-    from toolkit.data.labelled_texts import LabelledTextEncoder, LabelledTexts
+    from toolkit.data.labeled_texts import LabeledTextEncoder, LabeledTexts
 
-    if isinstance(source.shape, LabelledTexts):
-        return LabelledTextEncoder(tokenizer, source.shape, ids_dtype(tokenizer))
+    if isinstance(source.shape, LabeledTexts):
+        return LabeledTextEncoder(tokenizer, source.shape, ids_dtype(tokenizer))
     from toolkit.data.chat.sft import ConversationEncoder  # needs jinja
     from toolkit.data.chat.shapes import Shape
 

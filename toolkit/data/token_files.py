@@ -1,4 +1,4 @@
-"""A tokenised corpus, mapped into memory; :mod:`toolkit.data.token_cache` tells how it lies on disk."""
+"""A tokenized corpus, mapped into memory; :mod:`toolkit.data.token_cache` describes the files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ LABELS, WEIGHTS = "labels.bin", "weights.bin"
 
 @dataclass(frozen=True, eq=False)
 class TokenCache:
-    """A tokenised corpus, mapped into memory.
+    """A tokenized corpus, mapped into memory.
 
-    ``tokens`` (n_tokens,) uint16 or uint32, the documents end to end; ``offsets`` (n_documents + 1,) int64.
-    Every id is below ``n_words``. ``fingerprint`` names the content, whatever the place. Of conversations
-    there are also ``mask`` (n_tokens,) uint8, 1 where a token is learnt, ``weights`` (n_tokens,) float32 of
-    the learnt tokens where some is not 1, ``conversations`` (n_documents, 4)
-    int64 as :mod:`toolkit.data.chat.empty_masks` has it, and ``files``, the names that they had when they
-    were tokenised; where they are ``paired``, each with an even number is chosen over the one behind it. Of
-    texts with a class there are ``labels`` (n_documents,) int32. ``remarks`` are what a user should know of
-    so many documents. Pickles as its folder's name.
-    """
+    ``tokens`` (n_tokens,) uint16 or uint32, the concatenated documents; ``offsets`` (n_documents + 1,) int64.
+    Every id is below ``n_words``. ``fingerprint`` identifies the content.
+
+    Conversations also have ``mask`` (n_tokens,) uint8, 1 for tokens in the loss; ``weights`` (n_tokens,)
+    float32 of these tokens, if any is not 1; ``conversations`` (n_documents, 4) int64, see
+    :mod:`toolkit.data.chat.empty_masks`; and ``files``, the paths when they were tokenized. If ``paired``,
+    each even-numbered one is chosen over the one after it. Labeled texts have ``labels`` (n_documents,)
+    int32. ``remarks`` map notes for the user to numbers of documents. Pickled as the folder's path."""
 
     folder: Path
     fingerprint: str
@@ -52,7 +51,7 @@ class TokenCache:
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One corpus of a mixture, under the name that its order is keyed by."""
+    """One corpus of a mixture, with the name that keys its order."""
 
     name: str
     weight: float
@@ -60,14 +59,16 @@ class MixturePart:
 
 
 def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
-    """Map a built cache, of which ``verify`` reads every block, and otherwise some are.
+    """Map an existing cache into memory. ``verify`` reads every block; otherwise only some are read.
 
-    Raises FileNotFoundError, or DataError where a file is not as meta.json says.
+    Raises:
+        FileNotFoundError: The cache or a file of it is missing.
+        DataError: A file does not match meta.json.
     """
     content = read_bytes(folder / "meta.json", at_most=MAX_BYTES)
     meta = Fields(parse_object(content, folder / "meta.json"))
     if "blocks" not in meta.values:
-        raise DataError(f"{folder} was built before caches had hashes that tell whether it is sound")
+        raise DataError(f"{folder} was built by an older version, without hashes")
     dtype = np.dtype({"uint16": "uint16"}.get(str(meta.values.get("dtype")), "uint32"))
     n_tokens, n_documents, n_words = (
         meta.count(key, at_most=2**62 if key != "n_words" else MAX_SIZE)
@@ -79,8 +80,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
     files = meta.values.get("files")
     if not (files is None or (isinstance(files, list) and all(isinstance(name, str) for name in files))):
         meta.reject("files", "must be the names of files")
-    found = meta.inner("remarks") or Fields({})
-    remarks = {remark: found.count(remark) for remark in found.values}
+    counts = meta.inner("remarks") or Fields({})
+    remarks = {remark: counts.count(remark) for remark in counts.values}
     meta.finish(f"{folder / 'meta.json'} is damaged")
     expected = {"tokens.bin": (dtype.name, n_tokens), "offsets.bin": ("int64", n_documents + 1)}
     if files is not None:
@@ -94,14 +95,14 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         path, size = folder / name, length * np.dtype(kind).itemsize
         actual = path.stat().st_size
         if actual != size:
-            raise DataError(f"{path} is damaged: it has {actual:,} bytes and should have {size:,}")
+            raise DataError(f"{path} is damaged: it has {actual:,} bytes instead of {size:,}")
         hashes = blocks.values.get(name)
         if not isinstance(hashes, list) or len(hashes) != max(1, -(-size // BLOCK_BYTES)):
-            raise DataError(f"{folder / 'meta.json'} is damaged: it has no hash for each block of {name}")
+            raise DataError(f"{folder / 'meta.json'} is damaged: it lacks hashes of blocks of {name}")
         if (begin := first_damaged(path, hashes, every=verify)) is not None:
             raise DataError(f"{path} is damaged: its block at byte {begin:,} was altered")
         if isinstance(path, Path):
-            arrays[name] = np.asarray(np.memmap(path, kind, "r"))  # a plain view: slices cost less
+            arrays[name] = np.asarray(np.memmap(path, kind, "r"))  # slices of a plain view are faster
         else:
             from toolkit.data.remote_cache import remote_array
 

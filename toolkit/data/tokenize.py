@@ -1,4 +1,4 @@
-"""Turning pieces of text into token ids, and telling how far that is."""
+"""Encoding of text into token ids, with progress reports."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.data.text_files import Piece
+from toolkit.data.text_files import Chunk
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """A piece's ``tokens``, the ``lengths`` of its documents in tokens (int64), what it said of itself,
-    what else is kept of it, by the names of files, and what a user should know of how many documents."""
+    """An encoded chunk: its ``tokens``, the ``lengths`` of its documents in tokens (int64), the chunk's own
+    attributes, ``extra`` arrays by file name, and ``remarks`` with the numbers of documents they apply to."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -28,29 +28,29 @@ class Encoded(NamedTuple):
     remarks: Mapping[str, int] | None = None
 
 
-Encoder = Callable[[Piece], Encoded]
-"""Tokens of a piece, by any process: it is pickled."""
+Encoder = Callable[[Chunk], Encoded]
+"""Encodes a chunk; pickled to be run by any process."""
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Each document is BOS (where the tokenizer adds it), its text, EOS (if any)."""
+    """Encodes documents as BOS (if the tokenizer adds it), text, EOS (if there is one)."""
 
     text_column: str
     tokenizer: Tokenizer
     dtype: str
 
-    def __call__(self, piece: Piece) -> Encoded:
-        texts, tokenizer = piece.texts(self.text_column), self.tokenizer
+    def __call__(self, chunk: Chunk) -> Encoded:
+        texts, tokenizer = chunk.texts(self.text_column), self.tokenizer
         bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         parts = []
         for number, ids in enumerate(tokenizer.encode_batch(texts)):
-            begins, ends = piece.opens or number > 0, piece.closes or number < len(texts) - 1
+            begins, ends = chunk.opens or number > 0, chunk.closes or number < len(texts) - 1
             parts.append(np.array(bos * begins + ids + eos * ends, dtype=self.dtype))
         tokens = np.concatenate(parts) if parts else np.zeros(0, self.dtype)
         lengths = np.array([len(part) for part in parts], dtype=np.int64)
-        return Encoded(tokens, lengths, piece.opens, piece.closes, piece.n_file_bytes)
+        return Encoded(tokens, lengths, chunk.opens, chunk.closes, chunk.n_file_bytes)
 
 
 FIRST_LINE_SECONDS = 2.0
@@ -58,7 +58,7 @@ LINE_SECONDS = 15.0
 
 
 class TokenizeBar:
-    """Reports to stderr while tokenising ``n_bytes`` of files; silent where not ``shown``."""
+    """Reports the progress of tokenizing ``n_bytes`` of files to stderr, if ``shown``."""
 
     def __init__(self, name: str, n_bytes: int, processes: int, *, shown: bool):
         self.name, self.n_bytes, self.shown = name, n_bytes, shown
@@ -69,14 +69,14 @@ class TokenizeBar:
         if not shown:
             return
         by = "this process" if processes == 1 else f"{processes} processes"
-        print(f"tokenising {name} ({n_bytes / 1e6:,.1f} MB) by {by}", file=sys.stderr, flush=True)
+        print(f"tokenizing {name} ({n_bytes / 1e6:,.1f} MB) with {by}", file=sys.stderr, flush=True)
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=n_bytes, unit="B", unit_scale=True, leave=False, desc="tokenising")
+            self._bar = tqdm(total=n_bytes, unit="B", unit_scale=True, leave=False, desc="tokenizing")
 
     def advance(self, n_bytes: int, n_tokens: int) -> None:
-        """``n_bytes`` more of the files are done; ``n_tokens`` have been written so far."""
+        """Report that ``n_bytes`` more of the files are done and ``n_tokens`` written in total."""
         self.done += n_bytes
         self.n_tokens = n_tokens
         if self._bar is not None:
@@ -85,7 +85,7 @@ class TokenizeBar:
             seconds = time.monotonic() - self.start
             left = seconds * (self.n_bytes - self.done) / max(1, self.done)
             print(
-                f"tokenising: {self.done / 1e6:,.0f} of {self.n_bytes / 1e6:,.0f} MB, {n_tokens:,} tokens, "
+                f"tokenizing: {self.done / 1e6:,.0f} of {self.n_bytes / 1e6:,.0f} MB, {n_tokens:,} tokens, "
                 f"about {left:,.0f} s left",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
@@ -103,6 +103,6 @@ class TokenizeBar:
             seconds = time.monotonic() - self.start
             rate = self.n_tokens / max(seconds, 1e-9)
             print(
-                f"tokenised {self.n_tokens:,} tokens in {seconds:,.1f} s ({rate:,.0f} tokens/s)",
+                f"tokenized {self.n_tokens:,} tokens in {seconds:,.1f} s ({rate:,.0f} tokens/s)",
                 file=sys.stderr, flush=True,
             )  # fmt: skip

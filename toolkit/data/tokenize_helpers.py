@@ -1,9 +1,9 @@
-"""Turning pieces of text into token ids by several processes, the results in order.
+"""Encoding of text into token ids by several processes, with results in order.
 
-The helpers are fresh interpreters that import this file and what the tokenizer needs, never torch and
-never the parent's ``__main__``; ``multiprocessing`` would do the latter, and forking a parent that has
-threads (torch, gloo, CUDA) is not safe. A helper holds one piece at a time, ends when its pipe closes,
-and so never outlives its parent.
+The helpers are fresh interpreters that import only this file and the tokenizer, never torch or the parent's
+``__main__``; ``multiprocessing`` would import the latter, and forking a parent with threads (torch, gloo,
+CUDA) is not safe. A helper processes one chunk at a time and exits when its pipe closes, so it never outlives
+its parent.
 """
 
 from __future__ import annotations
@@ -15,54 +15,53 @@ import traceback
 from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 
-from toolkit.data.text_files import Piece
+from toolkit.data.text_files import Chunk
 from toolkit.data.tokenize import Encoded, Encoder
 from toolkit.data.worker_signals import leave_to_parent
 from toolkit.errors import DataError
 
-AHEAD = 4  # pieces that may wait, a process, for an earlier one that takes longer
+AHEAD = 4  # chunks per process that may be encoded before an earlier one that takes longer
 
 
-def encode_all(pieces: Iterator[Piece], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
-    """Encode every piece, in order, by ``processes`` (1: this one).
+def encode_all(chunks: Iterator[Chunk], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
+    """Encode all chunks, in order, with ``processes`` processes (1: this one).
 
-    An error is raised when the turn of its piece comes, so that it is the same one for any number of
-    processes.
+    An error is raised in the turn of its chunk, so that it is the same for any number of processes.
     """
     if processes == 1:
-        yield from map(encode, pieces)
+        yield from map(encode, chunks)
         return
-    yield from _encode_by(processes, pieces, encode)
+    yield from _encode_by(processes, chunks, encode)
 
 
-def _encode_by(processes: int, pieces: Iterator[Piece], encode: Encoder) -> Iterator[Encoded]:
-    """Encode every piece, in order, by so many processes.
+def _encode_by(processes: int, chunks: Iterator[Chunk], encode: Encoder) -> Iterator[Encoded]:
+    """Encode all chunks, in order, in helper processes.
 
-    Memory is bounded by ``AHEAD`` pieces a process, however long the corpus.
+    Memory is bounded by ``AHEAD`` chunks per process, regardless of the length of the corpus.
     """
     helpers = [Helper() for _ in range(processes)]
     try:
         for helper in helpers:
             helper.send(encode)
-        yield from _in_order(pieces, helpers)
+        yield from _in_order(chunks, helpers)
     finally:
         for helper in helpers:
             helper.stop()
 
 
-def _in_order(pieces: Iterator[Piece], helpers: list[Helper]) -> Iterator[Encoded]:
+def _in_order(chunks: Iterator[Chunk], helpers: list[Helper]) -> Iterator[Encoded]:
     idle, busy = list(helpers), dict[Helper, int]()
     results: dict[int, Encoded | Exception] = {}
     sent = done = 0
     more = True
     while True:
         while more and idle and sent - done < AHEAD * len(helpers):
-            piece = next(pieces, None)
-            if piece is None:
+            chunk = next(chunks, None)
+            if chunk is None:
                 more = False
                 break
             helper = idle.pop()
-            helper.send(piece)
+            helper.send(chunk)
             busy[helper] = sent
             sent += 1
         if not busy:
@@ -80,7 +79,7 @@ def _in_order(pieces: Iterator[Piece], helpers: list[Helper]) -> Iterator[Encode
 
 
 class Helper:
-    """A tokenising process and the pipe to it; it holds one piece at a time."""
+    """A tokenizing process and the pipe to it; it processes one chunk at a time."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -88,7 +87,7 @@ class Helper:
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from toolkit.data.tokenize_helpers import serve; serve({theirs.fileno()})"
         )
-        # One thread each: there are as many helpers as cores.
+        # One thread per helper, since there is one helper per core.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -114,7 +113,7 @@ class Helper:
         code = self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return DataError(
-            f"a tokenising process {how}\n  fix:  if memory ran out, give the job more; otherwise start again"
+            f"a tokenizing process {how}\n  fix:  if memory ran out, give the job more; otherwise start again"
         )
 
     def stop(self) -> None:
@@ -124,19 +123,19 @@ class Helper:
 
 
 def serve(descriptor: int) -> None:
-    """The life of a helper: the encoder first, then pieces, until the pipe closes."""
+    """Run a helper: receive the encoder, then encode chunks until the pipe closes."""
     leave_to_parent()
     connection = Connection(descriptor)
     try:
         encode: Encoder = connection.recv()
         while True:
-            piece = connection.recv()
+            chunk = connection.recv()
             try:
-                answer: Encoded | Exception = encode(piece)
+                answer: Encoded | Exception = encode(chunk)
             except DataError as error:
                 answer = DataError(str(error))
             except Exception:
-                answer = RuntimeError(f"a tokenising process failed:\n{traceback.format_exc()}")
+                answer = RuntimeError(f"a tokenizing process failed:\n{traceback.format_exc()}")
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

@@ -1,7 +1,7 @@
-"""The signals of processes that read or tokenise for a run. Imports no torch.
+"""Signal handling of processes that read or tokenize for a run. Imports no torch.
 
 A scheduler sends the signal that asks a run to stop to all of its processes. The step in progress still needs
-those that prepare data, and so does the one in which the ranks agree.
+the processes that prepare data, and so does the step in which the ranks agree to stop.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from toolkit.launcher.signals import asking
 
 
 def leave_to_parent() -> None:
-    """Ignore what asks to stop: the parent ends this process."""
+    """Ignore signals that ask to stop; the parent ends this process."""
     for number in asking():
         signal.signal(number, signal.SIG_IGN)
 
 
 def outlive_the_scheduler(parent: int, worker: int) -> None:
-    """Do so in a worker of torch's, which ends of SIGTERM from ``parent``."""
+    """Call :func:`leave_to_parent` in a torch worker, which still exits on SIGTERM from ``parent``."""
     leave_to_parent()
-    if sys.platform == "darwin":  # cannot tell who sent a signal
+    if sys.platform == "darwin":  # which does not report the sender of a signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

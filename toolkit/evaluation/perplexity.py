@@ -237,11 +237,11 @@ def documents(path: str, text_column: str = "text") -> Iterator[str]:
         ConfigError: a column is given, but no file has columns.
     """
     parts: list[str] = []
-    for piece in open_text(path, text_column).pieces():
-        texts = piece.texts(text_column)
+    for chunk in open_text(path, text_column).chunks():
+        texts = chunk.texts(text_column)
         for index, text in enumerate(texts):
             parts.append(text)
-            if index < len(texts) - 1 or piece.closes:
+            if index < len(texts) - 1 or chunk.closes:
                 yield "".join(parts)
                 parts = []
 

@@ -25,16 +25,16 @@ from pydantic import ValidationError, create_model
 from toolkit.config.schema import (
     NAME,
     Config,
-    added,
+    config_class,
     find_field,
     find_table,
     is_group,
-    root,
-    set_root,
+    registry,
+    set_config_class,
     table_of,
     tables,
 )
-from toolkit.config.types import ActsWith, Table
+from toolkit.config.types import OnlyWith, Table
 from toolkit.data.sources import check_name
 from toolkit.models.registry import ModelSpec, presets
 
@@ -101,7 +101,7 @@ def register_dataset(
     data.format and data.text_column. They are tokenized once per ``version``, a string to change whenever the
     documents change.
     """
-    if name not in added("training.dataset") and "/" not in name and check_name(name) is None:
+    if name not in registry("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
     _check_callable(rows)
     if not isinstance(version, str):
@@ -153,9 +153,11 @@ def _register(key: str, name: str, build: Any, options: type[Table] | None = Non
         raise ValueError(f"{key} has a value {name} already")
     _check_callable(build)
     _store(key, name, build)
-    _set_root(_replace_field(root(), key.split("."), lambda annotation: _with_value(annotation, name)))
+    _set_root(
+        _replace_field(config_class(), key.split("."), lambda annotation: _with_value(annotation, name))
+    )
     if options:
-        mark = ActsWith(key, (name,), refused=True)
+        mark = OnlyWith(key, (name,), rejected=True)
         _add_table(f"{key.partition('.')[0]}.{name.lower()}", options, mark)
 
 
@@ -171,17 +173,17 @@ def _check_name(name: Any, allowed: re.Pattern[str], words: str) -> None:
 
 def _store(key: str, name: str, component: Any) -> None:
     _check_name(name, _VALUE, "letters, digits, _, - and .")
-    if name in added(key):
+    if name in registry(key):
         raise ValueError(f"{name} is registered twice")
-    added(key)[name] = component
+    registry(key)[name] = component
 
 
-def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
+def _add_table(name: str, table: type[Table], *marks: OnlyWith) -> None:
     _check_table(table)
     if find_table(name) or find_field(name) or is_group(name):
         raise ValueError(f"the configuration has {name} already")
     *outer, last = name.split(".")
-    parent = tables().get(".".join(outer)) if outer else root()
+    parent = tables().get(".".join(outer)) if outer else config_class()
     if parent is None or NAME in outer:
         raise ValueError(f"there is no table {'.'.join(outer)} for {last}")
     _check_name(last, _TABLE, "letters, digits and _, as a table needs")
@@ -190,9 +192,9 @@ def _add_table(name: str, table: type[Table], *marks: ActsWith) -> None:
     annotation: Any = Annotated.__class_getitem__((table, *marks)) if marks else table  # type: ignore[attr-defined]
     new = {last: (annotation, table())}
     if not outer:
-        _set_root(_extend(root(), new))
+        _set_root(_extend(config_class(), new))
         return
-    _set_root(_replace_field(root(), outer, lambda parent: _extend(parent, new)))
+    _set_root(_replace_field(config_class(), outer, lambda parent: _extend(parent, new)))
 
 
 def _check_table(table: Any) -> None:
@@ -228,7 +230,7 @@ def _is_supported(annotation: Any) -> bool:
 
 def _set_root(extended: type[Table]) -> None:
     assert issubclass(extended, Config)
-    set_root(extended)
+    set_config_class(extended)
 
 
 def _replace_field(table: type[Table], path: list[str], change: Callable[[Any], Any]) -> type[Table]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from toolkit.config.finetune import Finetune
-from toolkit.config.name_patterns import fits, idle
+from toolkit.config.name_patterns import matches_any, unmatched
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
@@ -50,9 +50,9 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     def is_trained(name: str) -> bool:
         if is_added(name):
             return True
-        selected = not (options.adds or options.trainable) or fits(name, options.trainable)
+        selected = not (options.adds or options.trainable) or matches_any(name, options.trainable)
         selected = selected or (options.adds and is_classifier_head(name, args))
-        if not selected or fits(name, options.frozen):
+        if not selected or matches_any(name, options.frozen):
             return False
         block = rows[name].block
         return first <= block < last if block is not None else not (first and name == EMBEDDING)
@@ -84,14 +84,14 @@ def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
     return [
         module
         for module in linear_layers(args)
-        if module.rpartition(".")[2] in selected or fits(module, patterns)
+        if module.rpartition(".")[2] in selected or matches_any(module, patterns)
     ]
 
 
 def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
     """Return ``patterns`` that match no linear layer."""
     known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
-    return idle((pattern for pattern in patterns if pattern not in known), linear_layers(args))
+    return unmatched((pattern for pattern in patterns if pattern not in known), linear_layers(args))
 
 
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
@@ -99,7 +99,7 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
     naming."""
     for name in (EMBEDDING, HEAD):
         modules = [it.removesuffix(".weight") for it in (name, table(args).to_hf(name))]
-        if any(fits(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
+        if any(matches_any(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
             return name
     return None
 

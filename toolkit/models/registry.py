@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.errors import ConfigError, Problem, did_you_mean
 from toolkit.models.common.args import ModelArgs, override_args, vocab_from_tokenizer
 from toolkit.models.common.attention_choice import flavor_attention
@@ -22,7 +22,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def families() -> tuple[str, ...]:
     """Return the names of the families; those that job.custom_import registered come last."""
-    return (*FAMILIES, *added("model.name"))
+    return (*FAMILIES, *registry("model.name"))
 
 
 def spec(family: str) -> ModelSpec:
@@ -31,7 +31,7 @@ def spec(family: str) -> ModelSpec:
     Raises:
         KeyError: there is no such family.
     """
-    if family in (registered := added("model.name")):
+    if family in (registered := registry("model.name")):
         return registered[family]
     if family not in FAMILIES:
         raise KeyError(f"there is no model family {family}")

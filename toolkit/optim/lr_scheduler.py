@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 
 from toolkit.config import Config
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.config.training import LRScheduler
 from toolkit.errors import Problem
 
@@ -36,7 +36,7 @@ DECAYS = {
 
 def is_registered(options: LRScheduler) -> bool:
     """Return whether job.custom_import registered the schedule."""
-    return options.decay_type in added(_KEY)
+    return options.decay_type in registry(_KEY)
 
 
 def warmup_length(options: LRScheduler, total_steps: int) -> int:
@@ -71,7 +71,7 @@ def learning_rate(
         # 9 steps with 9/7 steps per epoch are 7 epochs, but 6.999999999999999 in binary.
         return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
     if is_registered(options):
-        return lr * ramp * float(added(_KEY)[options.decay_type](step + 1, total_steps))
+        return lr * ramp * float(registry(_KEY)[options.decay_type](step + 1, total_steps))
     decay = total_steps - warmup
     if options.decay_ratio is not None:
         decay = min(round(total_steps * options.decay_ratio), decay)
@@ -105,7 +105,7 @@ def invalid_rate(config: Config, steps: range, *, total_steps: int) -> Problem |
     for step in sorted({*steps[:: max(1, len(steps) // _MAX_CHECKS)], *ends}):
         where = f"at step {step} of {steps[-1]}" if len(steps) > 1 else f"at step {step}"
         try:
-            value = float(added(_KEY)[options.decay_type](step, total))
+            value = float(registry(_KEY)[options.decay_type](step, total))
             problem = "" if 0 <= value < math.inf else f"the rate would be {value} of the peak"
         except Exception as error:  # a user's function may raise anything
             problem = f"{type(error).__name__}: {error}"

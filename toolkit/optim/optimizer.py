@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from toolkit.compat import init_adam_group
 from toolkit.config import Config
-from toolkit.config.name_patterns import fits
+from toolkit.config.name_patterns import matches_any
 from toolkit.distributed.dtensor import clean_name, local
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -65,7 +65,7 @@ def parameter_groups(
     for wrapped_name, parameter in parameters:
         name = clean_name(wrapped_name)
         if parameter.requires_grad:
-            groups[0.0 if fits(name, no_decay) else weight_decay].append((name, parameter))
+            groups[0.0 if matches_any(name, no_decay) else weight_decay].append((name, parameter))
     if not any(groups.values()):  # a pipeline stage whose blocks are all frozen
         return [{"params": [], "weight_decay": weight_decay}]
     return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from toolkit.config import Config
-from toolkit.config.custom_import import misused
-from toolkit.config.schema import added
+from toolkit.config.custom_import import component_error
+from toolkit.config.schema import registry
 from toolkit.distributed.dtensor import clean_name
 from toolkit.errors import ConfigError, first_few
 from toolkit.optim.optimizer import NamedParameters
@@ -29,11 +29,11 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
             step: its state differs from fresh_state, or it changes its groups.
     """
     named, name = list(parameters), config.optimizer.name
-    builder = added(_KEY)[name]
+    builder = registry(_KEY)[name]
     optimizer = builder(iter(named), config)
 
     def wrong(rule: str) -> ConfigError:
-        return misused(config, _KEY, name, builder, rule)
+        return component_error(config, _KEY, name, builder, rule)
 
     if not isinstance(optimizer, Optimizer):
         raise wrong(f"returns {optimizer!r}, not a torch.optim.Optimizer")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from toolkit.config import Config
-from toolkit.config.custom_import import misused
-from toolkit.config.schema import added
+from toolkit.config.custom_import import component_error
+from toolkit.config.schema import registry
 from toolkit.config.types import FLOAT8
 from toolkit.errors import first_few
 from toolkit.parallel.mesh import Mesh
@@ -33,9 +33,11 @@ class Converters:
 
                 self._all.append(Float8Converter(config))
             else:
-                self._all.append(converter := added("model.converters")[name](config))
+                self._all.append(converter := registry("model.converters")[name](config))
                 if not callable(getattr(converter, "convert", None)):
-                    raise misused(config, _KEY, name, None, f"{converter!r} has no method convert(model)")
+                    raise component_error(
+                        config, _KEY, name, None, f"{converter!r} has no method convert(model)"
+                    )
 
     def convert(self, model: nn.Module) -> None:
         """Convert ``model``, or a stage of it, on the meta device, in place.
@@ -52,7 +54,7 @@ class Converters:
             elif more := sorted(_trained(model) - trained):
                 rule = f"unfreezes {first_few(more, 3)}: set requires_grad=False on the replacement"
             if rule:
-                raise misused(self._config, _KEY, name, type(converter).convert, rule)
+                raise component_error(self._config, _KEY, name, type(converter).convert, rule)
 
     def connect(self, models: Sequence[nn.Module], mesh: Mesh) -> list[Callable[[], None]]:
         """Call the converters' ``connect`` with the sharded ``models``, and return their hooks after an

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import inductor_config, local_tensor
 from toolkit.config import Config
-from toolkit.config.parallelism import Float8Linear as Options
+from toolkit.config.parallelism import Float8 as Options
 from toolkit.distributed.collectives import all_reduce
 from toolkit.distributed.dtensor import local
 from toolkit.models.common.decoder import Decoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.parallelism import Float8Linear
+from toolkit.config.parallelism import Float8
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers
 
@@ -10,7 +10,7 @@ MULTIPLE = 16
 """GPUs require sizes of float8 matrices to be multiples of this."""
 
 
-def float8_layers(args: ModelArgs, options: Float8Linear) -> dict[str, tuple[int, ...]]:
+def float8_layers(args: ModelArgs, options: Float8) -> dict[str, tuple[int, ...]]:
     """Return the layers that compute in float8: of supported sizes, with no entry of ``filter_fqns`` in the
     name."""
     return {

@@ -1,8 +1,7 @@
-"""Every check of a run that needs no process group and no torch: ``python -m toolkit.preflight CONFIG.toml``.
+"""Checks of a run that need no process group and no torch: ``python -m toolkit.preflight CONFIG.toml``.
 
-Each rule is a function registered by ``@rule`` in one of the files of ``rules``.
-A mistake in the config ends in exit code 2. A tokenizer, corpus or checkpoint that cannot be used ends
-in 3 when nothing in the config itself is wrong.
+Each rule is a function registered by ``@rule`` in a file of ``rules``. Errors in the config exit with code 2.
+If the config itself is valid, an unusable tokenizer, corpus or checkpoint exits with code 3.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["check", "describe", "notes", "raise_problems", "rules_of", "summary"
 
 
 def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Problem]:
-    """Return every rule that ``config`` breaks on ``world_size`` ranks of ``hardware``."""
+    """Return the problems of ``config`` on ``world_size`` ranks of ``hardware``."""
     return [problem for _, problem in _broken(PlannedRun(config, world_size, hardware))]
 
 
@@ -32,12 +31,16 @@ def raise_problems(
     only: Collection[str] = (),
     unread: tuple[str, ...] = (),
 ) -> None:
-    """Check ``config``; without ``hardware``, for the devices that are here; ``only`` names rules. Of keys
-    that begin with one of ``unread`` nothing is asked.
+    """Raise if ``config`` breaks a rule.
+
+    Args:
+        hardware: Devices to check for; None detects them.
+        only: Names of rules to check; empty checks all.
+        unread: Prefixes of keys whose problems are ignored.
 
     Raises:
-        ConfigError: a rule about the config itself is broken; it names the others as well.
-        DataError, CheckpointError: only tokenizer, corpus or checkpoint cannot be used.
+        ConfigError: The config breaks a rule; includes the problems of tokenizer, corpus and checkpoint.
+        DataError, CheckpointError: Only the tokenizer, corpus or checkpoint is unusable.
     """
     broken = _broken(PlannedRun(config, world_size, hardware or detect(config.training.device)), only)
     broken = [(rule, problem) for rule, problem in broken if not problem.key.startswith(unread)]
@@ -49,14 +52,14 @@ def raise_problems(
         raise errors[0]("\n".join(map(str, problems)))  # type: ignore[arg-type]  # ConfigError went above
 
 
-def check_and_tell(config: Config, *, world_size: int, hardware: Hardware, tell: bool = True) -> None:
-    """:func:`raise_problems`; then, where ``tell``, print what is about to run.
+def check_and_print(config: Config, *, world_size: int, hardware: Hardware, show: bool = True) -> None:
+    """Run :func:`raise_problems`; then, if ``show``, print a description of the run.
 
     Raises:
-        ConfigError, DataError, CheckpointError: as :func:`raise_problems` does.
+        ConfigError, DataError, CheckpointError: See :func:`raise_problems`.
     """
     raise_problems(config, world_size=world_size, hardware=hardware)
-    if not tell:
+    if not show:
         return
     if config.job.print_config:
         print(config.to_toml())
@@ -69,7 +72,7 @@ def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Pro
 
 
 def rules_of(run: PlannedRun) -> list[Rule]:
-    """The rules about ``run``, in the order of their files; first those that job.custom_import registers."""
+    """Return the rules that apply to ``run`` in file order, after those registered by job.custom_import."""
     files = [file.__name__ for file in rules.load(run.config, run.hardware.device)]
     own = [rule for rule in RULES.values() if not rule.check.__module__.startswith(rules.__name__)]
     return own + [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]

@@ -18,7 +18,7 @@ _WORLD_SIZE = "--world-size"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a config and print what it would run; return the exit code."""
+    """Check a config, print a description of its run and return the exit code."""
     words = [*argv]
     try:
         world_size, words = _world_size(argv)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _world_size(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Take ``--world-size N`` out of the words."""
+    """Split ``--world-size N`` off the arguments."""
     words = []
     for word in argv:
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: the one that a name means, and how to get it."""
+"""Models on the Hugging Face Hub: find the one that a name means, and how to download it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _LOOKS_LIKE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def published(text: str) -> tuple[Hub, str] | None:
-    """Return the hub of the family, and its name of the model, that an id or the last part of a path means,
-    if it means one."""
+    """Return the hub and model name that a repository id or the last part of a path refers to, or None."""
     for hub in (spec(family).hub() for family in families()):
         if hub is not None and (name := hub.published_name(text)) is not None:
             return hub, name
@@ -21,14 +20,14 @@ def published(text: str) -> tuple[Hub, str] | None:
 
 
 def download_line(path: str) -> str | None:
-    """How to get the model that ``path``, where there is nothing, seems to mean; None where it means none."""
-    found = published(path)
-    if found is None:
+    """Return how to download the model that a missing ``path`` seems to refer to, or None."""
+    match = published(path)
+    if match is None:
         if not _LOOKS_LIKE_ID.fullmatch(path):
             return None
         local = f"./{os.path.basename(path)}"
         return _line(path, local)
-    hub, name = found
+    hub, name = match
     stem = os.path.basename(path.rstrip("/"))
     meant = "" if stem.lower() == name.lower() else f"did you mean {name}? "
     local = f"./{name}" if meant or path.rstrip("/").removesuffix(stem) == f"{hub.owner}/" else path
@@ -36,7 +35,7 @@ def download_line(path: str) -> str | None:
     line = meant + _line(repository, local)
     if hub.gated:
         line += (
-            f". It is gated: first accept the licence on https://huggingface.co/{repository} and run "
+            f". It is gated: first accept the license on https://huggingface.co/{repository} and run "
             "hf auth login"
         )
     return line
@@ -44,4 +43,4 @@ def download_line(path: str) -> str | None:
 
 def _line(repository: str, local: str) -> str:
     download = f"hf download {repository} --local-dir {local}"
-    return f"{download} fetches it from the Hugging Face Hub; then name {local}"
+    return f"{download} downloads it from the Hugging Face Hub; then use {local}"

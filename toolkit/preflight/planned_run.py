@@ -1,4 +1,4 @@
-"""A run as the rules look at it: the config, the world it shall run in, and what follows from both."""
+"""A run as rules see it: the config, the world size, the hardware, and what follows from them."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that has not started. What cannot be known, since another rule is broken, is None."""
+    """A run that has not started. Values that are unknown because another rule is broken are None."""
 
     config: Config
     world_size: int
     hardware: Hardware
 
     def problem(self, key: str, rule: str, fix: str) -> Problem:
-        """Describe a broken rule of a key, with its value and origin."""
+        """Describe a rule that a key breaks, with the key's value and origin."""
         return Problem(rule, fix, key, self.config.value(key), self.config.origin(key))
 
     def located(self, problem: Problem) -> Problem:
-        """Add the origin to a problem that was found without the config."""
+        """Add the origin to a problem that was detected without the config."""
         return replace(problem, origin=self.config.origin(problem.key))
 
     @cached_property
     def mesh(self) -> ParallelDims | None:
-        """The mesh, if it fits the world."""
+        """The mesh, if it fits the world size."""
         return degrees(self.config.parallelism, self.world_size)
 
     @cached_property
@@ -55,19 +55,19 @@ class PlannedRun:
 
     @cached_property
     def opened(self) -> dict[str, Corpus | DataError]:
-        """Each corpus of the run, or what is wrong with it, by the name of its table; found once."""
+        """Each corpus of the run, or the error from opening it, by table name."""
 
-        def found(options: CorpusOptions) -> Corpus | DataError:
+        def open_one(options: CorpusOptions) -> Corpus | DataError:
             if "://" in (options.dataset_path or "") and not self.config.data.streaming:
-                rule = "text of a URL is streamed, and data.streaming is false"
-                fix = "set data.streaming = true, or copy it to a local disk and name that path"
+                rule = "text at a URL can only be streamed, and data.streaming is false"
+                fix = "set data.streaming = true, or use a copy on a local disk"
                 return SourceError(Problem(rule, fix, "dataset_path", options.dataset_path))
             try:
                 return open_corpus(**options.arguments())
             except DataError as error:
                 return error
 
-        return {options.table: found(options) for options in corpora(self.config)}
+        return {options.table: open_one(options) for options in corpora(self.config)}
 
     @cached_property
     def _vocabulary(self) -> int | DataError:
@@ -79,7 +79,7 @@ class PlannedRun:
 
     @property
     def vocabulary(self) -> int | None:
-        """Entries of the tokenizer."""
+        """Number of tokens in the tokenizer."""
         return self._vocabulary if isinstance(self._vocabulary, int) else None
 
     @property
@@ -95,7 +95,7 @@ class PlannedRun:
 
     @property
     def model(self) -> ModelArgs | None:
-        """The shape of the model."""
+        """Shape of the model."""
         return self._model if isinstance(self._model, ModelArgs) else None
 
     @property
@@ -104,23 +104,23 @@ class PlannedRun:
 
     @property
     def architecture_error(self) -> str:
-        """Why config.json, which should say what the model is, does not."""
+        """Reason why config.json does not describe a supported model, if it should."""
         return str(self._model) if isinstance(self._model, DataError) else ""
 
     @cached_property
     def model_label(self) -> str:
-        """Name the model."""
+        """Name of the model."""
         return model_label(self.config)
 
     @property
     def precision(self) -> str:
-        """The dtype of forward and backward."""
+        """Data type of forward and backward."""
         asked = self.config.training.mixed_precision_param
         return asked if asked != "auto" else "bfloat16" if self.hardware.native_bf16 else "float32"
 
     @property
     def batch(self) -> BatchShape | None:
-        """How a global batch is cut."""
+        """Split of a global batch."""
         if self.mesh is None:
             return None
         training = self.config.training
@@ -142,7 +142,7 @@ class PlannedRun:
 
     @cached_property
     def stages(self) -> Stages | None:
-        """The stages of a pipeline as they are asked for, which may be no cut of the model."""
+        """Stages of a pipeline as configured, which may not match the model."""
         if self.pp == 1 or self.model is None:
             return None
         from toolkit.parallel.pipeline_schedules import pipeline_stages
@@ -151,12 +151,12 @@ class PlannedRun:
 
     @property
     def rows(self) -> int | None:
-        """Samples that a rank has in a step."""
+        """Samples per rank and step."""
         return self.batch.total // self.mesh.dp if self.mesh and self.batch else None
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of one run of the pipeline, which is a step."""
+        """Micro-batches per rank and step of a pipeline."""
         size = self.config.parallelism.pipeline_parallel_microbatch_size
         if self.pp == 1 or self.rows is None or self.rows % size:
             return None
@@ -164,30 +164,30 @@ class PlannedRun:
 
     @property
     def dump_folder(self) -> Path:
-        """The folder of everything that the run writes."""
+        """Folder for all output of the run."""
         return expand_user(self.config.job.dump_folder)
 
     @cached_property
     def checkpoints(self) -> Path:
-        """The folder of the run's own checkpoints."""
+        """Folder of the run's own checkpoints."""
         return expand_user(self.config.checkpoint.folder, inside=self.dump_folder)
 
     @cached_property
     def start(self) -> Start:
-        """The checkpoint or the weights that the run starts from."""
+        """Checkpoint or weights that the run starts from."""
         from toolkit.preflight.start import Start
 
         return Start(self.config, self.checkpoints)
 
     @property
     def attention(self) -> str:
-        """The attention back end that the run will take."""
+        """Attention backend that the run uses."""
         return attention_name(self.config, self.hardware.device)
 
 
-@cache  # a file is read for it
+@cache  # reads a file
 def torch_version() -> tuple[int, int] | None:
-    """Return major and minor of the torch that the run will meet, without importing it."""
+    """Return major and minor version of the installed torch, without importing it."""
     try:
         major, minor, *_ = version("torch").split(".")
     except PackageNotFoundError:
@@ -196,7 +196,7 @@ def torch_version() -> tuple[int, int] | None:
 
 
 def torch_before(needed: tuple[int, int]) -> str | None:
-    """The version of torch if it is older than ``needed``."""
+    """Return the version of torch if it is older than ``needed``."""
     found = torch_version()
     return f"{found[0]}.{found[1]}" if found and found < needed else None
 
@@ -206,14 +206,14 @@ Check = Callable[[PlannedRun], "list[Problem]"]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check and the error that its problems are raised as when nothing worse is wrong."""
+    """A check, and the error type to raise if only checks of that type fail."""
 
     check: Check
     error: type[ConfigError] | type[DataError] | type[CheckpointError]
 
 
 RULES: dict[str, Rule] = {}
-"""By module and name: a user's rule may have the name of another."""
+"""Rules by module and name, so that a user's rule may share a built-in name."""
 
 
 def rule(
@@ -232,7 +232,7 @@ Note = Callable[[PlannedRun], "list[str]"]
 NOTES: list[Note] = []
 
 
-def note(tell: Note) -> Note:
-    """Register a function of a :class:`PlannedRun` that says what is allowed but may surprise."""
-    NOTES.append(tell)
-    return tell
+def note(function: Note) -> Note:
+    """Register a function of a :class:`PlannedRun` that returns notes on valid but surprising settings."""
+    NOTES.append(function)
+    return function

@@ -1,4 +1,4 @@
-"""The checkpoint or the weights that a run starts from, as the rules look at them."""
+"""The checkpoint or weights that a run starts from."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from toolkit.models.from_config import weights_folder
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run whose own checkpoints are in the folder ``checkpoints``."""
+    """Start of a run whose own checkpoints are in the folder ``checkpoints``."""
 
     config: Config
     checkpoints: Path
 
     @cached_property
     def steps(self) -> list[int]:
-        """The run's own committed steps."""
+        """Committed steps of the run itself."""
         return committed_steps(self.checkpoints)
 
     @cached_property
     def loaded_by(self) -> str:
-        """The key by which a checkpoint of ours is loaded: its own where there is one; "" where none is."""
+        """Key that selects the checkpoint to load, the run's own first; "" if none is loaded."""
         options = self.config.checkpoint
         if not options.enable:
             return ""
@@ -40,17 +40,17 @@ class Start:
 
     @property
     def own(self) -> bool:
-        """The checkpoint is the run's own."""
+        """True if the checkpoint is the run's own."""
         return self.loaded_by == "checkpoint.load_step"
 
     @cached_property
     def weights(self) -> Path | None:
-        """The Hugging Face folder that the run starts from."""
+        """Hugging Face folder that the run starts from."""
         return None if self.loaded_by else weights_folder(self.config)
 
     @cached_property
     def loaded(self) -> Path:
-        """The checkpoint that the run starts from, where ``loaded_by`` says that there is one."""
+        """Checkpoint that the run starts from; only valid if ``loaded_by`` is set."""
         options = self.config.checkpoint
         if self.loaded_by == "checkpoint.initial_load_path":
             return expand_user(options.initial_load_path or "")
@@ -66,7 +66,7 @@ class Start:
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest of ``loaded``."""
+        """Manifest of ``loaded``."""
         return self._manifest if self.loaded_by and isinstance(self._manifest, dict) else None
 
     @property
@@ -75,20 +75,20 @@ class Start:
 
     @cached_property
     def excluded(self) -> list[str]:
-        """The parts of the checkpoint that are not loaded."""
+        """Components of the checkpoint that are not loaded."""
         asked: list[str] = [*self.config.checkpoint.exclude_from_loading]
         return parts_to_exclude(asked, self.manifest["run"]) if self.own and self.manifest else asked
 
     def anew(self, part: str) -> str:
-        """Tell how to go on without a part of the checkpoint."""
+        """Describe how to continue without loading a component of the checkpoint."""
         if part not in self.config.checkpoint.exclude_from_loading:
             return f'with checkpoint.exclude_from_loading = ["{part}"]'
-        return (  # the run has left it out before
+        return (  # the run has already excluded it once
             f'in another job.dump_folder, with checkpoint.initial_load_path = "{self.loaded}" and '
             "checkpoint.initial_load_model_only = false"
         )
 
     @property
     def resumes(self) -> bool:
-        """The run goes on from step, optimizer and data position, not from the weights alone."""
+        """True if the run continues from step, optimizer and data position, not from the weights alone."""
         return self.own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)

@@ -1,4 +1,4 @@
-"""Lines about a run that may start: what it is, and what is allowed but may surprise."""
+"""Description of a run that may start, with notes on what may surprise."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from toolkit.preflight.planned_run import NOTES, Note, PlannedRun
 
 
 def notes(config: Config, *, world_size: int, hardware: Hardware, only: Collection[str] = ()) -> list[str]:
-    """Say what is allowed but may surprise; ``only`` names notes."""
+    """Return notes on valid settings that may surprise; ``only`` selects notes by name."""
     run = PlannedRun(config, world_size, hardware)
     training = config.training
     files = [file.__name__ for file in rules.load(config, hardware.device)]
-    said = [message for file in files for tell in _notes(file, only) for message in tell(run)]
+    messages = [message for file in files for note in _notes(file, only) for message in note(run)]
     if run.mesh and run.batch and not only:
         total, local, per_rank = run.batch.total, run.batch.local, run.batch.total // run.mesh.dp
         if training.global_batch_size == -1:
-            said.append(
-                f"training.global_batch_size is -1, which on this mesh is {total}; "
-                f"set it to {total} to have the same run on any mesh"
+            messages.append(
+                f"training.global_batch_size is -1, which is {total} on this mesh; "
+                f"set it to {total} for the same run on any mesh"
             )
         if run.pp == 1 and local < min(training.local_batch_size, per_rank):
-            said.append(
-                f"the {per_rank} samples of a rank are taken {local} at a time: "
+            messages.append(
+                f"the {per_rank} samples of a rank are split into micro-batches of {local}: "
                 f"training.local_batch_size {training.local_batch_size} does not divide them"
             )
     validation = config.validation
     if run.mesh and validation.enable and validation.steps != -1:
         samples = validation.steps * validation.local_batch_size * run.mesh.dp
-        said.append(
-            f"validation.steps are batches of each rank, on this mesh {samples} samples in all; set "
-            f"validation.samples to {samples} in its place to have the same loss on any mesh"
+        messages.append(
+            f"validation.steps counts batches per rank, {samples} samples in total on this mesh; use "
+            f"validation.samples = {samples} instead for the same loss on any mesh"
         )
     if training.mixed_precision_output != "auto":
-        said.append("training.mixed_precision_output is for logits, of which a training hands out none")
+        messages.append("training.mixed_precision_output has no effect: training returns no logits")
     if config.compile.enable:
-        said.append(
-            "the first step compiles, some minutes at most; the code is kept in compile.cache_folder "
-            f"({config.compile.cache_folder}) for the next start"
+        messages.append(
+            "the first step compiles, which takes up to some minutes; the code is cached in "
+            f"compile.cache_folder ({config.compile.cache_folder}) for the next start"
         )
     asks_bf16 = "bfloat16" in (training.dtype, training.mixed_precision_param)
     if asks_bf16 and hardware.device == "cpu" and not hardware.native_bf16:
-        said.append("this CPU does not multiply bfloat16 natively: float32 is faster here")
-    return said
+        messages.append("this CPU has no native bfloat16 matmuls: float32 is faster")
+    return messages
 
 
 def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
@@ -71,7 +71,7 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
 
 
 def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
-    """How the model is sharded, computed and made to fit."""
+    """Yield how the model is sharded, checkpointed and computed."""
     options, checkpointing = run.config.parallelism, run.config.activation_checkpoint
     yield strategy_in_effect(options, mesh)
     if mesh.pp > 1:
@@ -79,7 +79,7 @@ def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
         yield f"schedule {f'of {file}' if file else options.pipeline_parallel_schedule}"
     every = checkpointing.selective_ac_option
     modes = {
-        "none": "all activations kept",
+        "none": "all activations saved",
         "full": "every block recomputed",
         "selective": "recomputed by operator" if every == "op" else f"one block of {every} recomputed",
         "memory_budget": f"recomputed to a memory budget of {checkpointing.memory_budget:g}",
@@ -90,12 +90,11 @@ def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
 
 
 def _notes(file: str, only: Collection[str]) -> list[Note]:
-    return [tell for tell in NOTES if tell.__module__ == file and (not only or tell.__name__ in only)]
+    return [note for note in NOTES if note.__module__ == file and (not only or note.__name__ in only)]
 
 
 def describe(config: Config, *, world_size: int, hardware: Hardware) -> str:
-    """:func:`summary`, and a line for each of :func:`notes`."""
-    said = notes(config, world_size=world_size, hardware=hardware)
-    return "\n".join(
-        [summary(config, world_size=world_size, hardware=hardware), *(f"note   {one_line(n)}" for n in said)]
-    )
+    """Return :func:`summary` and one line for each of :func:`notes`."""
+    messages = notes(config, world_size=world_size, hardware=hardware)
+    lines = [f"note   {one_line(message)}" for message in messages]
+    return "\n".join([summary(config, world_size=world_size, hardware=hardware), *lines])

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.local_paths import expand_user
-from toolkit.data.tokenizers.added import extended
+from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.files import CANDIDATES, TEMPLATE, TOOL_USE, adds_bos, find
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
@@ -55,7 +55,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
         tokens, template = settings.get("model.additional_special_tokens", ()), _template(settings)
         if found is None or not (tokens or template):
             return found
-        return extended(found, settings["data.cache_folder"], tokens=tokens, template=template)
+        return extend_tokenizer(found, settings["data.cache_folder"], tokens=tokens, template=template)
     return next((path for path in paths if _has_tokenizer(path)), None)
 
 

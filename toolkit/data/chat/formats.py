@@ -1,10 +1,10 @@
-"""Dialogs to token ids: the formats of families, and whatever a model's own template says.
+"""Selection of a chat format: formats of model families, and a model's own jinja template.
 
 A message is a mapping with ``role`` and ``content``. Every format takes the ids of special tokens from the
 tokenizer and encodes the rest as plain text, so that "<|eot_id|>" or "</s>" in a message stays text and
-cannot end its turn. BOS comes from the format, once, and from nowhere else.
+cannot end its turn. BOS is added by the format, and only once.
 
-:func:`chat_format` takes what is asked for, else the template that comes with the tokenizer
+:func:`chat_format` uses the requested format, else the tokenizer's own template
 (:mod:`toolkit.data.chat.template`), else the format whose special tokens the tokenizer has.
 """
 
@@ -36,14 +36,16 @@ def chat_format(
     training: bool = False,
     mask_empty_thinking: bool = False,
 ) -> ChatFormat:
-    """The format of ``tokenizer``'s model; ``asked`` is the name of a format, a jinja template or its file.
+    """Return the format of ``tokenizer``'s model, or ``asked``: a format, a jinja template or a file with
+    one.
 
-    ``variables`` are for a template to use. For ``training`` its ids do not depend on the day.
-    ``mask_empty_thinking`` leaves an empty think block that the template writes out of what is learnt.
+    ``variables`` are passed to a template. In ``training``, ids do not depend on the date.
+    ``mask_empty_thinking`` excludes empty think blocks that the template inserts from the loss.
 
     Raises:
-        DataError: no format can be told, the tokenizer lacks its tokens, the template cannot be read, or it
-            has no use for an option.
+        DataError: No format can be determined, the tokenizer lacks its tokens, the template cannot be read,
+        or
+            it does not use an option.
     """
     known = chat_formats()
     variables = variables or {}
@@ -63,23 +65,23 @@ def chat_format(
     if form is not None:
         refuse_unused(form.name, form.used, variables, mask_empty_thinking)
         if mask_empty_thinking and not form.has_empty_thinking:
-            raise no_empty_thinking(f"chat template {form.name}", "opens every answer alike")
+            raise no_empty_thinking(f"chat template {form.name}", "starts every answer in the same way")
         return form
     if asked is None:
         raise DataError(
             f"no chat format is known for {tokenizer.path}: there is no chat_template.jinja and no "
-            f"chat_template in tokenizer_config.json beside it, and it has the tokens of none\n"
-            f"  fix:  name {', '.join(known)} or the file of a jinja template"
+            f"chat_template in tokenizer_config.json next to it, and it has no known format's tokens\n"
+            f"  fix:  use {', '.join(known)} or a file with a jinja template"
         )
     _refuse_options(asked, variables, mask_empty_thinking)
     return known[asked](tokenizer)
 
 
 def check_asked(asked: str, variables: Mapping[str, Any], mask_empty_thinking: bool = False) -> None:
-    """See that a format is there, or a template can be read and uses the options, without a tokenizer.
+    """Check without a tokenizer that a format exists, or a template can be read and uses the options.
 
     Raises:
-        DataError: it cannot, or does not.
+        DataError: It does not.
     """
     if asked in chat_formats():
         _refuse_options(asked, variables, mask_empty_thinking)
@@ -89,23 +91,23 @@ def check_asked(asked: str, variables: Mapping[str, Any], mask_empty_thinking: b
 
 
 def template_text(asked: str) -> str | None:
-    """The jinja template that is ``asked`` for; None where a family's format is.
+    """Return the requested jinja template; None for a family's format.
 
     Raises:
-        DataError: there is no such file.
+        DataError: There is no such file.
     """
     return None if asked in chat_formats() else _template(asked)[1]
 
 
 def _template(asked: str) -> tuple[str, str]:
-    """Name and text of a template, which is given itself or by its file."""
+    """Return name and text of a template, given as text or as a file."""
     if "{{" in asked or "{%" in asked:
         return "given", asked
     path = expand_user(asked)
     if not path.is_file():
         raise DataError(
             f"chat format {asked!r}: there is no such format or file\n"
-            f"  fix:  {', '.join(chat_formats())} or the file of a jinja template"
+            f"  fix:  use {', '.join(chat_formats())} or a file with a jinja template"
         )
     return asked, read_template(path)
 
@@ -113,8 +115,8 @@ def _template(asked: str) -> tuple[str, str]:
 def _refuse_options(name: str, variables: Mapping[str, Any], mask_empty_thinking: bool) -> None:
     if variables:
         raise DataError(
-            f"the format {name} has no variables, and is given {', '.join(variables)}\n"
-            "  fix:  remove them, or name a template that uses them"
+            f"the format {name} has no variables, but {', '.join(variables)} are set\n"
+            "  fix:  remove them, or use a template with these variables"
         )
     if mask_empty_thinking:
-        raise no_empty_thinking(f"the format {name}", "writes no think block")
+        raise no_empty_thinking(f"the format {name}", "has no think block")

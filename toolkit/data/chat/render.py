@@ -1,9 +1,8 @@
-"""Chat templates rendered by a process of their own, with limits of time and memory.
+"""Rendering of chat templates in a separate process, with limits of time and memory.
 
-A template comes with a downloaded model. jinja's sandbox keeps it from what it is not given, and does not
-keep it from loops without end or from text of any length, some of which it makes while it compiles. The
-process serves one template, a line of JSON each way, and ends with whoever asks: it imports jinja and
-nothing of ours.
+A template comes with a downloaded model. jinja's sandbox restricts what it can access, but not infinite loops
+or texts of any length, which may even occur while it compiles. The process serves one template, one line of
+JSON per request and reply, and exits with its parent. It imports jinja and nothing of this toolkit.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 10
-"""Time of a processor for a dialog; the longest take some milliseconds."""
+"""Processor time limit for rendering a dialog; the longest take some milliseconds."""
 SECONDS_TO_COMPILE = 2
-"""The longest templates that models have take some hundredths."""
+"""Processor time limit for compiling; the longest templates of models take some hundredths."""
 _PATIENCE = 20
-"""Times as long that is waited for a machine that does other things."""
+"""Factor between the wait and the processor time limit, for a busy machine."""
 MEMORY_BYTES = 1 << 30
-"""Limit of the process, some 50 MB of which are Python's and jinja's."""
+"""Memory limit of the process, some 50 MB of which are Python's and jinja's."""
 MAX_TEXT = 50_000_000
 BEGIN, END = "__generation_begins", "__generation_ends"
-"""Names of the marks around what ``{% generation %}`` marks."""
+"""Variables for the marks around what ``{% generation %}`` encloses."""
 _ROOT = Path(__file__).parents[3]
 
 
 class RenderError(Exception):
-    """A template that is none, that refuses its messages, or that takes too much time or memory."""
+    """A template is invalid, rejects its messages, or takes too much time or memory."""
 
 
 class LimitedTemplate:
-    """The template of ``source``; each process that renders it has one of these processes.
+    """A compiled template; each process that renders it starts a rendering process of its own.
 
-    ``day`` is what it is told of today, if any; ``used`` are the names that it does not set itself.
+    ``day``, if any, is today for the template; ``used`` are the variables that it does not set itself.
 
     Raises:
-        RenderError: it is no template.
+        RenderError: It is not a valid template.
     """
 
     def __init__(self, source: str, day: datetime | None = None):
@@ -63,10 +62,10 @@ class LimitedTemplate:
         return type(self), (self._source, self._day)
 
     def render(self, **values: Any) -> str:
-        """The text that the template makes of ``values``, of JSON types.
+        """Render the template with ``values`` of JSON types.
 
         Raises:
-            RenderError: it refuses them, or takes more than is good.
+            RenderError: It rejects them, or exceeds a limit.
         """
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self._start()
@@ -117,7 +116,7 @@ def _environment(day: datetime | None) -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the model wrote: its content is rendered between two marks."""
+    """Renders the content of ``{% generation %}``, which is the assistant's, between two marks."""
 
     tags = {"generation"}
 
@@ -135,7 +134,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own filter would escape <, > and & for HTML."""
+    """Format JSON without escaping <, > and & for HTML, unlike jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -146,13 +145,13 @@ def _refuse(message: str) -> None:
 
 
 def _limit_seconds(seconds: int) -> None:
-    """End this process when it has computed for so much longer."""
+    """End this process after ``seconds`` more of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
 
 
 def _limit(kind: int, wanted: int) -> None:
-    """Limit this process to ``wanted``, or to what its user may have where that is less."""
+    """Set a resource limit of this process to ``wanted``, or to the hard limit if that is lower."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
@@ -179,7 +178,7 @@ def _serve() -> None:
                 reply = {"text": text}
         except MemoryError:
             reply = {}
-        except Exception as error:  # whatever an expression of the template raises
+        except Exception as error:  # any error of an expression in the template
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reply = {"error": f"{line}{str(error)[:1000] or type(error).__name__}"}
         print(json.dumps(reply), flush=True)

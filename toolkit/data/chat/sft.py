@@ -1,8 +1,8 @@
-"""Conversations as token ids, with the weight in the loss of each (supervised fine-tuning).
+"""Supervised fine-tuning: conversations as token ids, with their weights in the loss.
 
-By ``train_on`` the assistant's texts with the ends of its turns are learnt, those of its last turn alone, or
-all. A token's weight is that of its row times that of its message, and 0 where it is not learnt. The first
-token of a conversation is never learnt: nothing predicts it.
+Depending on ``train_on``, the loss covers the assistant's texts with the ends of their turns, only those of
+the last turn, or all tokens. A token's weight is that of its row times that of its message, and 0 outside the
+loss. The first token of a conversation is never in the loss: nothing predicts it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.chat.unwritten import ARGUMENTS
-from toolkit.data.text_files import Piece
+from toolkit.data.text_files import Chunk
 from toolkit.data.token_files import WEIGHTS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 from toolkit.models.common.chat_format import ChatFormat, Message, Turns
 
-VERSION = 5  # raise it when conversations become other ids or weights
+VERSION = 5  # increment when the ids or weights of conversations change
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of the configuration for conversations, of all corpora."""
+    """Configuration options for conversations, which apply to all corpora."""
 
     template: str | None = None
     variables: Mapping[str, bool | str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class ChatOptions:
     mask_empty_thinking: bool = False
 
     def format_for(self, tokenizer: Tokenizer) -> ChatFormat:
-        """The chat format of ``tokenizer``'s model, or that of the configuration."""
+        """Return the configured chat format, or that of ``tokenizer``'s model."""
         return chat_format(
             tokenizer,
             self.template,
@@ -53,8 +53,8 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Turns pieces into tokens and weights, in any process: the template is compiled where it is first
-    needed."""
+    """Encodes chunks as tokens and weights, in any process; the template is compiled when it is first
+    used."""
 
     tokenizer: Tokenizer
     shape: Shape
@@ -72,7 +72,7 @@ class ConversationEncoder:
 
     @cached_property
     def remarks(self) -> Counter[str]:
-        """Remarks for the user on encoded conversations, with the number of conversations."""
+        """Notes for the user on encoded conversations, with the number of conversations."""
         return Counter()
 
     @cached_property
@@ -83,22 +83,22 @@ class ConversationEncoder:
     def fingerprint(self) -> list[Any]:
         """Everything that ids and weights depend on besides the text and the tokenizer."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
-        special = sorted(self.tokenizer.special_tokens.items())  # of some tokenizers in a file of their own
+        special = sorted(self.tokenizer.special_tokens.items())  # some tokenizers store them in another file
         options = [self.options.train_on, self.options.mask_empty_thinking]
         return [VERSION, *shape, self.form.fingerprint, *options, special]
 
-    def __call__(self, piece: Piece) -> Encoded:
+    def __call__(self, chunk: Chunk) -> Encoded:
         tokens, weights, about = [], [], []
         self.remarks.clear()
-        file = self.files.index(piece.path)
-        for place, row in piece.rows():
-            where = f"{piece.path}, {piece.unit} {place}"
+        file = self.files.index(chunk.path)
+        for number, row in chunk.rows():
+            where = f"{chunk.path}, {chunk.unit} {number}"
             for conversation in self.shape.conversations(row, where):
                 ids, weights_of_ids = self.encode(conversation, where)
-                learnt = np.flatnonzero(weights_of_ids)
+                in_loss = np.flatnonzero(weights_of_ids)
                 tokens.append(ids)
                 weights.append(weights_of_ids)
-                about.append((file, place, learnt[0] if len(learnt) else NO_LOSS, len(learnt)))
+                about.append((file, number, in_loss[0] if len(in_loss) else NO_LOSS, len(in_loss)))
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         of_tokens = np.concatenate([np.zeros(0, np.float32), *weights])
         mask = of_tokens != 0
@@ -109,22 +109,22 @@ class ConversationEncoder:
         if (of_tokens[mask] != 1).any():
             extra[WEIGHTS] = np.where(mask, of_tokens, np.float32(1))
         joined = np.concatenate([np.zeros(0, self.dtype), *tokens])
-        return Encoded(joined, lengths, True, True, piece.n_file_bytes, extra, dict(self.remarks))
+        return Encoded(joined, lengths, True, True, chunk.n_file_bytes, extra, dict(self.remarks))
 
     def encode(self, conversation: Conversation, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (``dtype``) and weights (fp32) of a conversation, on which it may add ``remarks``.
+        """Return the ids (``dtype``) and weights (fp32) of a conversation; may add to ``remarks``.
 
         Raises:
-            DataError: the format has no place for it, or for a part that matters; ``where`` is told.
+            DataError: The format does not support it, or an essential part of it; contains ``where``.
         """
         try:
             turns = self._turns(conversation)
             if not turns.ids:
-                raise DataError(f"chat format {self.form.name} makes nothing of it")
+                raise DataError(f"chat format {self.form.name} writes no text for it")
             weights = token_weights(conversation, turns.answers, len(turns.ids), self.options.train_on)
         except DataError as error:
             rule, _, rest = str(error).partition("\n  fix:  ")
-            fix = rest or "correct it, or set data.chat_template to a template that has a place for it"
+            fix = rest or "correct it, or set data.chat_template to a template that supports it"
             raise DataError(f"{where}: {rule}\n  fix:  {fix}") from None
         return np.array(turns.ids, self.dtype), weights
 
@@ -141,49 +141,49 @@ class ConversationEncoder:
         return turns
 
     def _ends_turn(self, ids: Sequence[int]) -> bool:
-        """Say if an answer ends with a special token, perhaps before white space."""
+        """Return whether an answer ends with a special token, possibly followed by white space."""
         last = next((at for at in reversed(range(len(ids))) if ids[at] in self._ends), None)
         return last is not None and not self.tokenizer.decode(ids[last + 1 :]).strip()
 
     def _remark(self, messages: Sequence[Message], index: int | None, key: str) -> str:
-        """Remark for the user on a key that the format does not write.
+        """Return a note for the user on a key that the format ignores.
 
         Raises:
-            DataError: an answer, a tool or a text would be missing.
+            DataError: An answer, a tool or a text would be missing.
         """
         if index is None:
             raise DataError(
-                f"it has {key}, of which the chat format {self.form.name} writes nothing\n"
-                "  fix:  set data.chat_template to a template that does, leave it unset and put a template "
-                "named tool_use beside the tokenizer, or leave the column out"
+                f"it has {key}, which the chat format {self.form.name} ignores\n"
+                "  fix:  set data.chat_template to a template that supports it, unset it and put a template "
+                "named tool_use next to the tokenizer, or remove the column"
             )
         role = messages[index]["role"]
         if key in ("tool_calls", ARGUMENTS) or (key == "content" and role != "assistant"):
             as_object = ", give them as an object" if key == ARGUMENTS else ""
             raise DataError(
-                f"message {index + 1} ({role}) has {key}, of which the chat format {self.form.name} writes "
-                f"nothing\n  fix:  set data.chat_template to a template that does{as_object}, or remove the "
+                f"message {index + 1} ({role}) has {key}, which the chat format {self.form.name} ignores\n"
+                f"  fix:  set data.chat_template to a template that supports it{as_object}, or remove the "
                 "message"
             )
-        beside = " beside tool_calls" if key == "content" else ""
-        return f"the chat format writes nothing of {key!r}{beside}"
+        context = " next to tool_calls" if key == "content" else ""
+        return f"the chat format ignores {key!r}{context}"
 
 
 _NO_END = (
-    "no answer ends with a special token, so that nothing to stop at is learnt: put {{ eos_token }} behind "
-    "each answer in the chat template"
+    "no answer ends with a special token, so the model will not learn when to stop: put {{ eos_token }} "
+    "after each answer in the chat template"
 )
 
 
 def token_weights(
     conversation: Conversation, answers: list[tuple[int, int]], n_ids: int, train_on: str
 ) -> np.ndarray:
-    """fp32 (n_ids,): the weight of each token, 0 where it is not learnt. ``answers`` are the assistant's
-    tokens, a pair for each turn.
+    """Return the weight of each token, fp32 (n_ids,), 0 outside the loss. ``answers`` are the ranges of the
+    assistant's tokens, one per turn.
 
     Raises:
-        DataError: the template marks more or fewer parts than there are turns, where single turns are meant;
-            or a message that is learnt and not the assistant's has a weight.
+        DataError: The template does not mark one range per turn, but single turns are needed; or a message in
+            the loss that is not the assistant's has a weight.
     """
     indices = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     of_turns = [conversation.weights.get(index, 1.0) for index in indices]
@@ -192,22 +192,22 @@ def token_weights(
         number = min(others)
         raise DataError(
             f"message {number + 1} has weight {conversation.weights[number]:g} and is the "
-            f'{conversation.messages[number]["role"]}\'s: with data.train_on = "all" only turns of the '
-            'assistant can have another than 1\n  fix:  remove it, or set data.train_on = "assistant"'
+            f'{conversation.messages[number]["role"]}\'s: with data.train_on = "all", only messages of the '
+            'assistant can have a weight\n  fix:  remove it, or set data.train_on = "assistant"'
         )
     single = any(weight != 1 for weight in of_turns) or any(in_prompt) or train_on == "last_assistant"
     if single and len(indices) != len(answers):
         raise DataError(
-            f"the template marks {len(answers)} parts for {len(indices)} turns of the assistant, so that "
-            "single turns cannot be told\n  fix:  put {% generation %} around each turn once, or set "
+            f"the template marks {len(answers)} ranges for {len(indices)} turns of the assistant, so "
+            "single turns cannot be located\n  fix:  put {% generation %} around each turn once, or set "
             'data.train_on = "assistant" and no weights'
         )
     weights = np.full(n_ids, conversation.weight * (train_on == "all"), np.float32)
     for number, (begin, end) in enumerate(answers):
-        learnt = True
+        in_loss = True
         if train_on != "all":
-            learnt = not (single and in_prompt[number])
-            learnt &= train_on == "assistant" or number == len(answers) - 1
-        weights[begin:end] = conversation.weight * (of_turns[number] if single else 1) * learnt
+            in_loss = not (single and in_prompt[number])
+            in_loss &= train_on == "assistant" or number == len(answers) - 1
+        weights[begin:end] = conversation.weight * (of_turns[number] if single else 1) * in_loss
     weights[0] = 0
     return weights

@@ -1,4 +1,4 @@
-"""Conversations in the shapes that data sets have, as one: a list of messages with ``role`` and ``content``.
+"""Dataset formats of conversations, converted to a list of messages with ``role`` and ``content``.
 
     messages           {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}         OpenAI's
     sharegpt           {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
@@ -7,10 +7,9 @@
     preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
                        lists, without a list as a prompt, are whole conversations, as in trl
 
-The others may have ``tools``, too, and all but the last a ``weight``. ``system``, ``input``, ``tools`` and
-``weight`` may be absent or empty. Names of columns, and of the keys of a message, can be others
-(``data.columns``). A key that is null is absent, in messages and in ``tools`` that are no text.
-"""
+All but the last may have a ``weight``, and all may have ``tools``. ``system``, ``input``, ``tools`` and
+``weight`` may be absent or empty. Columns and message keys can be renamed (``data.columns``). A key that is
+null counts as absent, in messages and in ``tools`` that are not text."""
 
 from __future__ import annotations
 
@@ -40,19 +39,19 @@ _NAMES = {
     "preference": ("prompt", "chosen", "rejected", "tools", "role", "content"),
 }
 FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
-"""Those of which a row is one conversation."""
+"""Formats with one conversation per row."""
 _OPTIONAL = ("input", "system", "tools", "weight")
 _SHOWN = 20
 _MAX_DEPTH = 100
 _OF_MESSAGES = ("role", "content", "from", "value")
 _LEAST, _MOST = 1e-9, 1e9
-"""Range of a weight that is not 0: in fp32 the product of two has room below and above."""
+"""Range of a weight that is not 0, such that the product of two is a normal number in fp32."""
 
 
 class Conversation(NamedTuple):
-    """Messages with role and content. ``weights`` are those of messages whose loss has another weight than 1,
-    which ``weight``, that of the row, multiplies. The assistant's messages before message ``first`` are part
-    of a prompt and not learnt. ``tools`` are what may be called."""
+    """Messages with role and content. ``weights`` are the loss weights of messages other than 1, which are
+    multiplied by ``weight``, that of the row. The assistant's messages before message ``first`` belong to a
+    prompt and are not in the loss. ``tools`` can be called."""
 
     messages: list[dict[str, Any]]
     weights: Mapping[int, float] = {}
@@ -63,14 +62,14 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A format, and the names that a corpus has in place of the format's own."""
+    """A format, with a corpus's own names of columns and keys."""
 
     format: str
     renamed: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def names(self) -> dict[str, str]:
-        # Preferences have no weights, and reject those that there are.
+        # Preferences have no weights, but the column is read to reject them.
         return {name: name for name in (*_NAMES[self.format], "weight")} | self._chosen
 
     @property
@@ -79,71 +78,77 @@ class Shape:
 
     @property
     def paired(self) -> bool:
-        """Say if a row holds two conversations, with the chosen and the rejected answer."""
+        """True if a row contains two conversations, with the chosen and the rejected answer."""
         return self.format == PREFERENCE
 
     @property
     def _optional(self) -> tuple[str, ...]:
         return ("prompt", "tools", "weight") if self.paired else _OPTIONAL
 
-    def columns(self, there: Collection[str], where: str) -> list[str]:
-        """The columns to read, of those that are ``there``.
+    def columns(self, names: Collection[str], where: str) -> list[str]:
+        """Return the columns to read, out of ``names``.
 
         Raises:
-            SourceError: one is missing; it says ``where``, and which there are.
+            SourceError: A column is missing; the message contains ``where`` and the existing columns.
         """
         wanted = {name: column for name, column in self.names.items() if name not in _OF_MESSAGES}
         chosen = self._chosen
         missing = [
             name
             for name, column in wanted.items()
-            if column not in there and (name not in self._optional or name in chosen)
+            if column not in names and (name not in self._optional or name in chosen)
         ]
         if missing:
-            names = first_few(list(map(repr, there)), _SHOWN) or "none"
-            column, example = wanted[missing[0]], next(iter(there), "name")
-            rule = f"{where} has no column {column!r}, which format {self.format} reads; it has {names}"
+            present = first_few(list(map(repr, names)), _SHOWN) or "none"
+            column, example = wanted[missing[0]], next(iter(names), "name")
+            rule = f"{where} has no column {column!r}, which format {self.format} needs; it has {present}"
             fix = f'set data.columns, such as {{{missing[0]} = "{example}"}}, or another data.format'
             raise SourceError(Problem(rule, fix, "columns", chosen))
-        return [column for column in wanted.values() if column in there]
+        return [column for column in wanted.values() if column in names]
 
     def check(self, row: Mapping[str, Any], where: str) -> None:
-        """Raise DataError where a row is none of these."""
+        """Raise DataError if a row does not have this shape."""
         self.columns(row, where)
         self.conversations(row, where)
 
     def conversations(self, row: Mapping[str, Any], where: str) -> list[Conversation]:
-        """The conversation in a row, or the two, the chosen first.
+        """Return the conversation in a row, or both of a pair, the chosen one first.
 
         Raises:
-            DataError: it has another shape, an unknown role, an empty turn or an impossible weight; ``where``
-                is told, and the fix.
+            DataError: The row has another shape, an unknown role, an empty turn or an invalid weight. The
+                message contains ``where`` and the fix.
         """
         try:
             self.columns(row, where)
         except SourceError as error:
             problem = error.problems[0]
             raise DataError(f"{problem.rule}\n  fix:  {problem.fix}") from None
-        found = self._preference(row, where) if self.paired else [_READERS[self.format](self, row, where)]
+        conversations = (
+            self._preference(row, where) if self.paired else [_READERS[self.format](self, row, where)]
+        )
         tools = self._tools(row, where)
-        found = [conversation._replace(tools=tools) for conversation in found]
+        conversations = [conversation._replace(tools=tools) for conversation in conversations]
         names = (", chosen", ", rejected") if self.paired else ("",)
-        for conversation, name in zip(found, names, strict=True):
+        for conversation, name in zip(conversations, names, strict=True):
             if not conversation.messages:
                 raise DataError(f"{where}{name}: the conversation has no message\n  fix:  remove it")
             for number, message in enumerate(conversation.messages):
                 _check(message, f"{where}{name}, message {number + 1}")
         weight = _weight(self._value(row, "weight"), where)
-        others = {weight, *(held for one in found for held in one.weights.values() if held)} - {1.0}
+        others = {weight, *(other for one in conversations for other in one.weights.values() if other)} - {
+            1.0
+        }
         if self.paired and others:
-            fix = "remove it; of a message, 0 leaves it out and 1 does not"
-            raise DataError(f"{where}: weight {min(others):g}, and preferences have none\n  fix:  {fix}")
-        return [conversation._replace(weight=weight) for conversation in found]
+            fix = "remove it; a message can only have 0, which leaves it out, or 1"
+            raise DataError(
+                f"{where}: weight {min(others):g}, but preferences have no weights\n  fix:  {fix}"
+            )
+        return [conversation._replace(weight=weight) for conversation in conversations]
 
     def conversation(self, row: Mapping[str, Any], where: str) -> Conversation:
-        """The only conversation in a row. Raises DataError as :meth:`conversations`."""
-        [found] = self.conversations(row, where)
-        return found
+        """Return the only conversation in a row. Raises DataError as in :meth:`conversations`."""
+        [conversation] = self.conversations(row, where)
+        return conversation
 
     def _value(self, row: Mapping[str, Any], name: str) -> Any:
         return row.get(self.names[name])
@@ -161,8 +166,8 @@ class Shape:
         roles = _SHAREGPT_ROLES if self.format == "sharegpt" else {name: name for name in ROLES}
         if not isinstance(value, list):
             raise DataError(
-                f"{where}: column {self.names[name]!r} holds {_kind(value)}\n  fix:  it must hold a list of "
-                f'messages, each an object such as {{"{self.names[role]}": …, "{self.names[content]}": …}}'
+                f"{where}: column {self.names[name]!r} contains {_kind(value)}\n  fix:  it must be a list "
+                f'of messages, each an object such as {{"{self.names[role]}": …, "{self.names[content]}": …}}'
             )
         messages, weights = [], {}
         for number, item in enumerate(value):
@@ -170,19 +175,19 @@ class Shape:
             if not isinstance(item, Mapping):
                 raise DataError(f"{at}: it is {_kind(item)}\n  fix:  each message must be an object")
             if self.names[role] not in item:
-                there = first_few(list(map(repr, item)), _SHOWN) or "none"
+                present = first_few(list(map(repr, item)), _SHOWN) or "none"
                 raise DataError(
-                    f"{at} has no key {self.names[role]!r}; it has {there}\n  fix:  name the key of the role "
+                    f"{at} has no key {self.names[role]!r}; it has {present}\n  fix:  set the role's key "
                     f'in data.columns, such as {{{role} = "{next(iter(item), "name")}"}}'
                 )
-            said = item[self.names[role]]
-            if not isinstance(said, str) or said not in roles:
-                fix = did_you_mean(str(said), roles, f"roles are {', '.join(roles)}")
-                told = "null" if said is None else quote(said)
-                raise DataError(f"{at}: {self.names[role]} {told}\n  fix:  {fix}")
-            held = _plain(item, at)
-            message = {keys.get(key, key): held[key] for key in held if key in keys or key not in own}
-            message["role"] = roles[said]
+            given_role = item[self.names[role]]
+            if not isinstance(given_role, str) or given_role not in roles:
+                fix = did_you_mean(str(given_role), roles, f"roles are {', '.join(roles)}")
+                shown = "null" if given_role is None else quote(given_role)
+                raise DataError(f"{at}: {self.names[role]} {shown}\n  fix:  {fix}")
+            values = _plain(item, at)
+            message = {keys.get(key, key): values[key] for key in values if key in keys or key not in own}
+            message["role"] = roles[given_role]
             if (weight := _weight(message.pop("weight", None), at)) != 1:
                 weights[number] = weight
             messages.append(message)
@@ -199,7 +204,7 @@ class Shape:
                 value = parse_json(value)
         if value is not None and not _are_objects(value):
             raise DataError(
-                f"{where}: column {self.names['tools']!r} holds {_kind(value)}\n  fix:  it must hold a list "
+                f"{where}: column {self.names['tools']!r} contains {_kind(value)}\n  fix:  it must be a list "
                 "of functions, each an object, or the JSON of such a list"
             )
         return _plain(value, f"{where}: column {self.names['tools']!r}", as_text) or None
@@ -268,14 +273,14 @@ _READERS = {
 
 
 def unknown_names(format: str, names: Collection[str]) -> str | None:
-    """The first of ``names`` that the format does not have, with what it has; None where it has them all."""
+    """Describe the first of ``names`` that the format does not have; returns None if it has all."""
     own = _NAMES[format]
     wrong = next((name for name in names if name not in own), None)
     return wrong and f"{format} has no {wrong!r}: its names are {', '.join(own)}"
 
 
 def _check(message: dict[str, Any], where: str) -> None:
-    """See that a message has a text, or calls of tools; joins a text that comes in parts."""
+    """Check that a message has text or tool calls; joins text that is split into parts."""
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if calls and not _are_objects(calls):
         fix = "tool_calls must be a list of calls, each an object"
@@ -285,8 +290,8 @@ def _check(message: dict[str, Any], where: str) -> None:
     if content is None and calls:
         return
     if not isinstance(content, str):
-        said = "no content" if content is None else f"content that is {_kind(content)}"
-        raise DataError(f"{where} ({role}) has {said}\n  fix:  content must be a text")
+        problem = "no content" if content is None else f"content that is {_kind(content)}"
+        raise DataError(f"{where} ({role}) has {problem}\n  fix:  content must be text")
     if role in ("user", "assistant") and not content.strip() and not calls:
         raise DataError(
             f"{where}: the {role}'s turn is empty\n  fix:  remove the conversation, or write the turn"
@@ -294,7 +299,7 @@ def _check(message: dict[str, Any], where: str) -> None:
 
 
 def _weight(value: Any, where: str) -> float:
-    """The weight of a row or a message, 1 where it has none. Raises DataError where it is no such number."""
+    """Return the weight of a row or a message, 1 by default. Raises DataError if it is not a valid weight."""
     if value is None:
         return 1.0
     number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
@@ -321,7 +326,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def _plain(value: Any, where: str, keep_nulls: bool = False, depth: int = 0) -> Any:
-    """Copy a value of JSON, leaving out the keys that are null unless ``keep_nulls``.
+    """Copy a JSON value, without keys that are null unless ``keep_nulls``.
 
     A table of Arrow gives each object the keys of the same object in all other rows, as null, and JSON lines
     exported from it have them too: nothing tells them from nulls that somebody wrote. Items of lists stay.
@@ -335,8 +340,8 @@ def _plain(value: Any, where: str, keep_nulls: bool = False, depth: int = 0) -> 
     if depth > _MAX_DEPTH:
         raise DataError(f"{where}: it is nested more than {_MAX_DEPTH} deep\n  fix:  remove it")
     if isinstance(value, Mapping):
-        held = {str(key): item for key, item in value.items() if keep_nulls or item is not None}
-        return {_plain(key, where): _plain(item, where, keep_nulls, depth + 1) for key, item in held.items()}
+        items = {str(key): item for key, item in value.items() if keep_nulls or item is not None}
+        return {_plain(key, where): _plain(item, where, keep_nulls, depth + 1) for key, item in items.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where, keep_nulls, depth + 1) for item in value]
     return value

@@ -1,12 +1,12 @@
-"""Chat templates in jinja: what comes with a Hugging Face model, or a file of the user's.
+"""Jinja chat templates, of a Hugging Face model or in a user's file.
 
-A template writes the names of special tokens into its text. To keep messages from doing the same, a character
-that occurs nowhere else is put into every special token's name that a message holds, and is taken out again
-after the rendered text was cut at the names that the template wrote.
+A template inserts the names of special tokens into its text. To prevent messages from doing the same, a
+character that occurs nowhere else is inserted into every special token's name in a message, and removed again
+after the rendered text has been split at the names that the template wrote.
 
-Templates come with downloaded models: they run in jinja's sandbox, where nothing can be reached or changed
-but the values handed in, and in a process of limited time and memory
-(:mod:`toolkit.data.chat.render`). Names and filters are those that transformers offers.
+Templates come with downloaded models: they run in jinja's sandbox, which gives access only to the values
+passed in, and in a process with limited time and memory (:mod:`toolkit.data.chat.render`). Names and filters
+are those of transformers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from toolkit.io.json_fields import read_if_there
 from toolkit.models.common.chat_format import ChatFormat, Message, Rendered, Turns, Unwritten
 
 TRAINING_DAY = datetime(2024, 7, 26)
-"""The day that a template is told in training, so that a cache does not depend on when it was made."""
-_MAX_BYTES = 1_000_000  # of a template
+"""Date passed to templates in training, so that a cache does not depend on when it was made."""
+_MAX_BYTES = 1_000_000  # size of a template
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which data sets have what is thought before an answer."""
+"""Keys under which datasets store the reasoning before an answer."""
 
 
 class _Marks(NamedTuple):
-    """Characters that neither the template nor the messages hold: in names of special tokens that messages
-    hold, and where what ``{% generation %}`` marks begins and ends."""
+    """Characters that occur neither in the template nor in the messages: for names of special tokens in
+    messages, and for the start and end of what ``{% generation %}`` marks."""
 
     text: str
     begin: str
@@ -54,10 +54,9 @@ class _Marks(NamedTuple):
 class ChatTemplate(ChatFormat):
     """A jinja template over ``messages``, ``add_generation_prompt`` and the names of special tokens.
 
-    ``variables`` are further names that the template may use, such as ``date_string``. For ``training`` the
-    day that it may ask for is always that of :data:`TRAINING_DAY`. A dialog with tools is laid out by
-    ``tool_use``, if there is one. With ``mask_empty_thinking`` an answer begins behind the empty think block
-    that the template writes.
+    ``variables`` are further names for the template, such as ``date_string``. In ``training`` the date is
+    always :data:`TRAINING_DAY`. ``tool_use``, if given, is used for dialogs with tools. With
+    ``mask_empty_thinking``, an answer starts after the empty think block that the template inserts.
     """
 
     _tokenizer: Tokenizer
@@ -91,22 +90,22 @@ class ChatTemplate(ChatFormat):
 
     @property
     def used(self) -> set[str]:
-        """The variables that the template, or that for dialogs with tools, uses."""
+        """Variables that the template, or that for dialogs with tools, uses."""
         return self._template.used | (self._tool_use.used if self._tool_use else set())
 
     @property
     def has_empty_thinking(self) -> bool:
-        """Say if the template opens an answer in another way where the model is not to think."""
+        """True if the template starts an answer differently when thinking is disabled."""
         render = partial(self._render, marks=self._marks(DIALOG))
         with_tools = self._tool_use is not None and self._tool_use.has_empty_thinking
         return self._prompts.differ(render) or with_tools
 
     @cached_property
-    def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # found when it is asked for
-        """Those that the tokenizer names, and the special token that the template writes behind an answer."""
+    def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # computed on demand
+        """The tokenizer's stop tokens, and the special token that the template writes after an answer."""
         try:
             ids, answers = self.encode_turns(DIALOG)
-        except DataError:  # no dialog for this template
+        except DataError:  # the template rejects this dialog
             return tuple(sorted(self._known_stops))
         written = {ids[end - 1] for _, end in answers} & set(self._tokenizer.special_tokens.values())
         with_tools = self._tool_use.stop_ids if self._tool_use else ()
@@ -147,8 +146,8 @@ class ChatTemplate(ChatFormat):
             if end < len(ids) and ids[end] in self._known_stops and not ended:
                 raise DataError(
                     f"chat template {self.name}: an answer is marked without the token after it, "
-                    f"{self._tokenizer.decode([ids[end]])}, by which a model ends its turn\n"
-                    "  fix:  put {% endgeneration %} behind that token"
+                    f"{self._tokenizer.decode([ids[end]])}, which ends a model's turn\n"
+                    "  fix:  move {% endgeneration %} after that token"
                 )
         return Turns(ids, answers)
 
@@ -167,8 +166,8 @@ class ChatTemplate(ChatFormat):
     def _marks(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> _Marks:
         if not messages:
             raise DataError("a dialog needs at least one message")
-        held = set(self._source + json.dumps([*messages, tools], ensure_ascii=False, default=str))
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in held)
+        used = set(self._source + json.dumps([*messages, tools], ensure_ascii=False, default=str))
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         return _Marks(next(free), next(free), next(free))
 
     def _render(
@@ -183,7 +182,7 @@ class ChatTemplate(ChatFormat):
         def kept(value: Any) -> Any:
             return _in_strings(
                 value,
-                lambda text: self._special.sub(lambda found: found[0][:1] + marks.text + found[0][1:], text),
+                lambda text: self._special.sub(lambda match: match[0][:1] + marks.text + match[0][1:], text),
             )
 
         variables = self._variables | ({"tools": kept(tools)} if tools else {})
@@ -201,31 +200,31 @@ class ChatTemplate(ChatFormat):
         return self._without_marks(text, marks)
 
     def _without_marks(self, text: str, marks: _Marks) -> Rendered:
-        found, special, begins, ends = "", [], [], []
+        plain, special, begins, ends = "", [], [], []
         for part in re.split(f"([{''.join(marks)}]|{self._special.pattern})", text):
             if part == marks.begin:
-                begins.append(len(found))
+                begins.append(len(plain))
             elif part == marks.end:
-                ends.append(len(found))
+                ends.append(len(plain))
             elif part != marks.text:
                 if self._special.fullmatch(part):
-                    special.append((len(found), len(found) + len(part)))
-                found += part
-        return Rendered(found, special, list(zip(begins, ends, strict=True)))
+                    special.append((len(plain), len(plain) + len(part)))
+                plain += part
+        return Rendered(plain, special, list(zip(begins, ends, strict=True)))
 
     def _answer(
         self, messages: Sequence[Message], index: int, full: Rendered, render: Render
     ) -> tuple[int, int]:
-        """The place of message ``index`` in the dialog: from where its prompt ends to the special token
-        that ends it, or to where the next message begins if there is none."""
+        """Return the range of message ``index``: from the end of its prompt to the special token that ends
+        it, or to the start of the next message."""
         if index == 0:
             raise DataError(f"chat template {self.name}: the assistant speaks first\n  fix:  {_MARK_IT}")
         through = render(messages[: index + 1], generation_prompt=False)
         begin = self._prompts.end(messages[:index], [full, through], render)
         if begin is None:
             raise DataError(
-                f"chat template {self.name}: message {index + 1} does not begin with the generation prompt, "
-                f"or what is before it changes with it\n  fix:  {_MARK_IT}"
+                f"chat template {self.name}: message {index + 1} does not start with the generation prompt, "
+                f"or the text before it depends on it\n  fix:  {_MARK_IT}"
             )
         alone, here = (
             [(name, place) for name, place in it.named() if place >= begin] for it in (through, full)
@@ -234,25 +233,24 @@ class ChatTemplate(ChatFormat):
         for (name, place), (other, at) in zip(alone, here, strict=False):
             text = through.text[begin:place]
             more = full.text[begin:at].removeprefix(text) if full.text.startswith(text, begin) else ""
-            ends_dialog = name == other and bool(more.strip())  # other messages stand before it
+            ends_dialog = name == other and bool(more.strip())  # other messages precede it
             if name != other or ends_dialog:
                 break
             common.append((name, at))
-        if common:  # what follows them ends the whole dialog, or is the next message
+        if common:  # the following tokens end the whole dialog, or belong to the next message
             name, place = common[-1]
             return begin, place + len(name)
         if ends_dialog:
             return begin, alone[0][1]
         if alone or not full.text.startswith(through.text):
             raise DataError(
-                f"chat template {self.name}: the end of message {index + 1} cannot be told\n"
+                f"chat template {self.name}: the end of message {index + 1} cannot be determined\n"
                 f"  fix:  {_MARK_IT}"
             )
         return begin, len(through.text)
 
     def _ids(self, text: str, after: str) -> list[int]:
-        """Ids of the text that follows a special token, and before them that token; ``after`` may be
-        nothing."""
+        """Return the ids of a text and of the special token before it, if ``after`` names one."""
         if not after:
             return self._tokenizer.encode(text) if text else []
         special = self._tokenizer.special_tokens[after]
@@ -275,16 +273,16 @@ class ChatTemplate(ChatFormat):
 
 
 def _runs(rendered: Rendered) -> list[tuple[str, str]]:
-    """The texts between special tokens, each with the name of the token before it, the first with none."""
-    text, found, place, after = rendered.text, [], 0, ""
+    """Return the texts between special tokens, each with the name of the token before it, if any."""
+    text, runs, position, after = rendered.text, [], 0, ""
     for begin, end in rendered.special:
-        found.append((text[place:begin], after))
-        place, after = end, text[begin:end]
-    return [*found, (text[place:], after)]
+        runs.append((text[position:begin], after))
+        position, after = end, text[begin:end]
+    return [*runs, (text[position:], after)]
 
 
 def _tokens_at(offsets: Sequence[tuple[int, int]], place: tuple[int, int]) -> tuple[int, int]:
-    """The tokens that hold the characters of ``place``; one that holds others too is one of them."""
+    """Return the range of tokens that contain characters of ``place``, even if only partly."""
     begin, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in place)
     # A token may end within a character: a space and the first bytes of an emoji may be one.
     while place[0] < place[1] and begin and offsets[begin - 1][1] > place[0]:
@@ -293,10 +291,10 @@ def _tokens_at(offsets: Sequence[tuple[int, int]], place: tuple[int, int]) -> tu
 
 
 def read_template(path: Path) -> str:
-    """The text of the template in ``path``.
+    """Read the template in ``path``.
 
     Raises:
-        DataError: no such file, or no text.
+        DataError: There is no such file, or it is not text.
     """
     try:
         return read_text(path, at_most=_MAX_BYTES)
@@ -305,10 +303,10 @@ def read_template(path: Path) -> str:
 
 
 def compiled(name: str, source: str, day: datetime | None = None) -> LimitedTemplate:
-    """The template, which ``day`` is told as today, if any.
+    """Compile a template, for which ``day``, if any, is today.
 
     Raises:
-        DataError: it is no template.
+        DataError: It is not a valid template.
     """
     try:
         return LimitedTemplate(source, day)
@@ -319,10 +317,10 @@ def compiled(name: str, source: str, day: datetime | None = None) -> LimitedTemp
 def refuse_unused(
     name: str, used: Collection[str], variables: Mapping[str, Any], mask_empty_thinking: bool = False
 ) -> None:
-    """See that the template ``name``, which uses these variables, uses the given ones.
+    """Check that the template ``name``, which uses the variables ``used``, uses the given ones.
 
     Raises:
-        DataError: it does not.
+        DataError: It does not.
     """
     if unused := [variable for variable in variables if variable not in used]:
         raise DataError(
@@ -334,11 +332,12 @@ def refuse_unused(
 
 
 def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None:
-    """The template of the tokenizer's folder, with that for dialogs with tools, if there is one: those of
-    chat_template.jinja and additional_chat_templates/tool_use.jinja, else of tokenizer_config.json.
+    """Return the template in the tokenizer's folder, with that for dialogs with tools, if there are any.
+
+    They are in chat_template.jinja and additional_chat_templates/tool_use.jinja, else tokenizer_config.json.
 
     Raises:
-        DataError: one cannot be read, or there are several and no default.
+        DataError: One cannot be read, or there are several but none is named default.
     """
     folder = tokenizer.folder
     config = folder / "tokenizer_config.json"
@@ -346,8 +345,8 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
     texts = {kind: read_template(file) for kind, file in files.items() if os.path.lexists(file)}
     names = {kind: str(files[kind]) for kind in texts}
     if "default" not in texts:
-        held = read_if_there(config).get("chat_template")
-        entries = held if isinstance(held, list) else [{"name": "default", "template": held}]
+        templates = read_if_there(config).get("chat_template")
+        entries = templates if isinstance(templates, list) else [{"name": "default", "template": templates}]
         for entry in entries:
             kind, text = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))
             if isinstance(kind, str) and isinstance(text, str) and kind not in texts:
@@ -357,8 +356,8 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
         return None
     if "default" not in texts:
         raise DataError(
-            f"{folder} has chat templates named {', '.join(texts)} and none named default\n"
-            "  fix:  write the one to use into a file, and name that in data.chat_template (tools.chat: "
+            f"{folder} has chat templates named {', '.join(texts)} but none named default\n"
+            "  fix:  write the one to use to a file, and set data.chat_template to it (tools.chat: "
             "--format)"
         )
     tool_use = None
@@ -368,7 +367,8 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """bos_token, eos_token and so on: as the files beside the tokenizer name them, else as it does."""
+    """Return bos_token, eos_token and so on, as in the files next to the tokenizer, else from the
+    tokenizer."""
     by_id = {token: name for name, token in tokenizer.special_tokens.items()}
     known = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     names = {role: by_id[token] if token is not None else "" for role, token in known.items()}
@@ -379,17 +379,19 @@ def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return names
 
 
-_MARK_IT = "put {% generation %} and {% endgeneration %} around what the assistant writes in it"
+_MARK_IT = "put {% generation %} and {% endgeneration %} around the assistant's text in it"
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """The message with its reasoning under the names by which templates ask for it, as transformers does."""
-    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    return dict(message) if found is None else {"thinking": found, **message, "reasoning_content": found}
+    """Return the message with its reasoning under the names that templates use, as transformers does."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _in_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """``value`` with every string in it changed, save the keys of mappings."""
+    """Apply ``change`` to every string in ``value``, except the keys of mappings."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Where the prompt of an answer ends, and the think block with which a template may open one.
+"""The end of an answer's prompt, and the think block that a template may insert there.
 
-A template opens an answer in one way for a model that is to think and in another, such as with an empty think
-block, for one that is not. The answers of a dialog may begin in either way.
+A template may start an answer differently if thinking is enabled or disabled, such as with an empty think
+block. The answers of a dialog may start in either way.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from toolkit.errors import DataError
 from toolkit.models.common.chat_format import Message, Rendered
 
 SWITCH = "enable_thinking"
-"""The variable by which templates open an answer for a model that thinks, or with an empty think block."""
+"""Variable by which templates start an answer with or without an empty think block."""
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 DIALOG: list[Message] = [*_QUESTION, {"role": "assistant", "content": "b"}]
 Places = list[tuple[int, int]]
 
 
 class Render(Protocol):
-    """Renders messages of one dialog by one template.
+    """Renders messages of one dialog with one template.
 
     Raises:
-        DataError: the template rejects them.
+        DataError: The template rejects them.
     """
 
     def __call__(
@@ -38,10 +38,10 @@ class Render(Protocol):
 
 
 class AnswerPrompts:
-    """The prompts of answers in one template, which ``render`` applies in each call.
+    """Prompts of answers in one template, which is passed to each call as ``render``.
 
-    ``switches`` says if the template has a variable :data:`SWITCH`. With ``masks_empty`` an answer begins
-    behind an empty think block.
+    ``switches``: the template has a variable :data:`SWITCH`. ``masks_empty``: an answer starts after an empty
+    think block.
     """
 
     def __init__(self, *, switches: bool, masks_empty: bool):
@@ -50,7 +50,7 @@ class AnswerPrompts:
         self._marked: bool | None = None
 
     def differ(self, render: Render) -> bool:
-        """Say if an answer opens in another way where the model is not to think."""
+        """Return whether an answer starts differently when thinking is disabled."""
         own, others = self._openings(render)
         return any(other != own for other in others)
 
@@ -60,8 +60,8 @@ class AnswerPrompts:
         return self._found
 
     def _find_openings(self, render: Render) -> tuple[str | None, list[str]]:
-        """Find what the generation prompt adds to a dialog, and what it adds where the model is to think and
-        where it is not, the longest first; none where the template does not let it be told."""
+        """Return what the generation prompt adds to a dialog by default, and with thinking enabled and
+        disabled, longest first; none if that cannot be determined."""
         found: list[str | None] = []
         for thinking in (None, True, False) if self._switches else (None,):
             try:
@@ -76,10 +76,10 @@ class AnswerPrompts:
         return own, sorted(filter(None, others), key=len, reverse=True)
 
     def end(self, before: Sequence[Message], whole: Sequence[Rendered], render: Render) -> int | None:
-        """Return where the prompt of the answer that follows ``before`` ends in every text of ``whole``.
+        """Return the end of the prompt of the answer that follows ``before`` in every text of ``whole``.
 
-        The prompt is what the template writes as generation prompt. Where an answer opens in another way, it
-        is that of a model that is to think, or of one that is not. None where there is none of them.
+        The prompt is the template's generation prompt. If an answer starts differently, it is the prompt with
+        thinking enabled or disabled. Returns None if no prompt matches.
         """
         prompt = render(before, generation_prompt=True).text
         own, others = self._openings(render)
@@ -90,14 +90,14 @@ class AnswerPrompts:
         return max(fitting, default=None) if self._masks_empty else next(fitting, None)
 
     def without(self, rendered: Rendered, messages: Sequence[Message], render: Render) -> Places:
-        """Return what ``{% generation %}`` marks of ``messages`` without what the generation prompts write,
-        such as an empty think block."""
+        """Return the ranges that ``{% generation %}`` marks in ``messages``, without parts of the generation
+        prompts such as an empty think block."""
         if self._marked is None:
             try:
                 plain = partial(render, tools=None)
                 short = plain(DIALOG, generation_prompt=False)
                 self._marked = self._without(short, DIALOG, plain) != short.generated
-            except DataError:  # no dialog for this template
+            except DataError:  # the template rejects this dialog
                 self._marked = False
         return self._without(rendered, messages, render) if self._marked else rendered.generated
 
@@ -116,8 +116,8 @@ class AnswerPrompts:
 
 
 def no_empty_thinking(name: str, why: str) -> DataError:
-    """Explain why data.mask_empty_thinking has nothing to mask."""
+    """Return the error for data.mask_empty_thinking without an empty think block."""
     return DataError(
-        f"{name} {why}, so that no empty think block can be told for data.mask_empty_thinking\n"
+        f"{name} {why}, so there is no empty think block for data.mask_empty_thinking to mask\n"
         "  fix:  set data.mask_empty_thinking = false"
     )

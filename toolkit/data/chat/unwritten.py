@@ -1,4 +1,4 @@
-"""Parts of a conversation that a chat template does not write: found by rendering it with and without."""
+"""Parts of a conversation that a chat template ignores, detected by rendering it with and without them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from toolkit.errors import DataError
 from toolkit.models.common.chat_format import Message, Unwritten, further_keys
 
 ARGUMENTS = "arguments of tool_calls"
-"""What is said in place of a key where a call is written without its arguments."""
+"""Name reported for a call that is written without its arguments."""
 _MAX_KNOWN = 10_000
 
 
 class UnwrittenKeys:
-    """Finds what a template leaves out, once for each structure (roles, keys, number of calls) of a
-    conversation: on more than that a template does not let it depend, and a corpus has few."""
+    """Detects ignored parts once per structure (roles, keys, number of calls) of a conversation: templates
+    depend on nothing more, and a corpus has few structures."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, tuple[Unwritten, ...]] = {}
@@ -26,8 +26,10 @@ class UnwrittenKeys:
         tools: Sequence[Any] | None,
         render: Callable[[Sequence[Message], Sequence[Any] | None], str],
     ) -> tuple[Unwritten, ...]:
-        """Return which keys may be left out of the conversation and its text stays the same; a conversation
-        of users' and assistants' texts alone is not rendered for it."""
+        """Return the keys that can be removed from the conversation without changing its text.
+
+        A conversation that consists only of users' and assistants' texts is not rendered.
+        """
         lacking = list(_lacking(messages, tools))
         if not lacking:
             return ()
@@ -47,8 +49,8 @@ class UnwrittenKeys:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
             text = render(messages, tools)
-            found = (place for place, less, fewer in lacking if _renders(text, render, less, fewer))
-            self._known[structure] = tuple(dict.fromkeys(found))
+            ignored = (key for key, less, fewer in lacking if _renders(text, render, less, fewer))
+            self._known[structure] = tuple(dict.fromkeys(ignored))
         return self._known[structure]
 
 
@@ -58,7 +60,7 @@ def _calls(message: Message) -> list[Any]:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """The arguments of a call, None where there are none."""
+    """Return the arguments of a call, or None."""
     function = call.get("function")
     return (function if isinstance(function, Mapping) else call).get("arguments") or None
 
@@ -75,15 +77,17 @@ def _renders(
 ) -> bool:
     try:
         return render(messages, tools) == text
-    except DataError:  # the template asks for what is missing
+    except DataError:  # the template requires what is missing
         return False
 
 
 def _lacking(
     messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> Iterator[tuple[Unwritten, Sequence[Message], Sequence[Any] | None]]:
-    """Parts that may be written, each with the conversation that lacks it. Every template writes the texts of
-    users and of assistants that call no tool."""
+    """Yield parts that may be ignored, each with the conversation without it.
+
+    Every template writes the texts of users, and of assistants without tool calls.
+    """
     if tools:
         yield (None, "tools"), messages, None
     for index, message in enumerate(messages):

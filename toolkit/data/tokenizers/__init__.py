@@ -1,1 +1,1 @@
-"""Tokenizers, read from the files that they come in."""
+"""Tokenizers, loaded from the files of a model."""

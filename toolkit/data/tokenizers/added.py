@@ -1,9 +1,8 @@
-"""A copy of a tokenizer with more special tokens, or another chat template, of which the original knows
-nothing.
+"""Copies of a tokenizer with additional special tokens or another chat template; the original is unchanged.
 
     <cache folder>/tokenizers/<key>/    the tokenizer's files, with the new tokens after all others
 
-The key is the SHA-256 of the files, tokens and template: the same ones are the same copy, whoever makes it.
+The key is the SHA-256 of the files, tokens and template, so equal copies are shared.
 """
 
 from __future__ import annotations
@@ -31,31 +30,32 @@ _COPIED = (
     "added_tokens.json",
     TEMPLATE,
     TOOL_USE,
-    "config.json",  # which tells releases apart that name their tokens differently
+    "config.json",  # distinguishes releases that name their tokens differently
     "params.json",
 )
 
 
-def extended(
+def extend_tokenizer(
     path: str | Path, cache_folder: str | Path, *, tokens: Sequence[str] = (), template: str | None = None
 ) -> Path:
-    """The folder of the tokenizer at ``path`` with ``tokens``, whose ids follow the largest that it has,
-    and with ``template`` as its chat template, if there is one.
+    """Return the folder of a copy of the tokenizer at ``path`` with ``tokens`` added.
+
+    Their ids follow the largest existing one. ``template``, if given, is the copy's chat template.
 
     Raises:
-        DataError: there is no tokenizer, it has one of the tokens, or the copy cannot be written.
+        DataError: There is no tokenizer, it has one of the tokens, or the copy cannot be written.
     """
     found, tokenizer = find(path), load_tokenizer(path)
-    if there := [name for name in tokens if _has(tokenizer, name)]:
+    if existing := [name for name in tokens if _has(tokenizer, name)]:
         raise DataError(
-            f"the tokenizer {tokenizer.path} has the token {there[0]} already\n"
+            f"the tokenizer {tokenizer.path} already has the token {existing[0]}\n"
             "  fix:  remove it from model.additional_special_tokens"
         )
     files = {name: (found.folder / name).read_bytes() for name in _COPIED if (found.folder / name).is_file()}
     files[found.path.name] = found.content
     if template is not None:
         files[TEMPLATE] = template.encode()
-        files.pop(TOOL_USE, None)  # the given one is for all dialogs
+        files.pop(TOOL_USE, None)  # the given template is for all dialogs
     key = hashlib.sha256(json.dumps([*tokens]).encode())
     for name in sorted(files):
         key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
@@ -74,11 +74,11 @@ def _has(tokenizer: Tokenizer, name: str) -> bool:
     if name in tokenizer.special_tokens:
         return True
     ids = tokenizer.encode(name)
-    return len(ids) == 1 and tokenizer.decode(ids) == name  # whose id tokenizers would keep
+    return len(ids) == 1 and tokenizer.decode(ids) == name  # the library would keep its id
 
 
 def _configured(config: dict[str, Any], added: dict[str, int], ids: dict[str, int]) -> bytes:
-    """tokenizer_config.json, where the ``.model`` files have their added tokens."""
+    """Return tokenizer_config.json, in which the ``.model`` files have their added tokens."""
     listed = {str(token): _entry(name) for name, token in (added | ids).items()}
     config["added_tokens_decoder"] = listed | (config.get("added_tokens_decoder") or {})
     config["additional_special_tokens"] = [*(config.get("additional_special_tokens") or []), *ids]
@@ -98,22 +98,22 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """All or nothing, whoever else writes the same."""
+    """Write the files atomically, even if other processes write the same ones."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        copy = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
-            made.chmod(0o755)
+            copy.chmod(0o755)
             for name, content in files.items():
-                (made / name).parent.mkdir(exist_ok=True)
-                (made / name).write_bytes(content)
-            os.rename(made, folder)
+                (copy / name).parent.mkdir(exist_ok=True)
+                (copy / name).write_bytes(content)
+            os.rename(copy, folder)
         except OSError:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(copy, ignore_errors=True)
             if not folder.is_dir():
                 raise
     except OSError as error:
         raise DataError(
             f"the copy of the tokenizer cannot be written to {folder}: {error}\n"
-            "  fix:  set data.cache_folder to a folder that this user can write"
+            "  fix:  set data.cache_folder to a writable folder"
         ) from error

@@ -1,18 +1,18 @@
-"""Which tokenizer a folder holds: finding the file, telling its kind by content, naming its tokens.
+"""Find a folder's tokenizer file, determine its kind by content, and read the names of its tokens.
 
 A folder is searched for, in this order,
 
 1. ``tokenizer.model``            tiktoken ranks or a SentencePiece model
-2. ``original/tokenizer.model``   the same, where Hugging Face repositories of Meta keep it
+2. ``original/tokenizer.model``   the same, in Hugging Face repositories of Meta
 3. ``tokenizer.json``             Hugging Face tokenizers
 
-The ``.model`` files come first because they are what Meta's own code reads and because tiktoken encodes
-four times faster than the JSON of the same vocabulary, to the same ids. Tokens that someone added beside
-them are not lost: ``tokenizer_config.json`` of the same folder is read for their names and ids, or the file
-in which other releases of transformers have them.
-A tokenizer.json beside a SentencePiece model is taken where it puts a space before the first word of a
-prompt alone: the model would put one after each special token of a dialog; and where it has added tokens that
-are not special, as ``<think>``, which any text may hold and of which the model knows nothing.
+The ``.model`` files come first because Meta's own code reads them and because tiktoken encodes four times
+faster than the JSON of the same vocabulary, to the same ids. Tokens that were added later are included: their
+names and ids are read from ``tokenizer_config.json`` in the same folder, or from the files in which other
+releases of transformers store them.
+A tokenizer.json next to a SentencePiece model is preferred if it puts a space only before the first word of a
+prompt, whereas the model would put one after each special token of a dialog; or if it has added tokens that
+are not special, such as ``<think>``, which the model does not know.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Kind = Literal["tiktoken", "sentencepiece", "json"]
 
 CANDIDATES = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
 ACCEPTED = (
-    "accepted are tokenizer.model (tiktoken ranks or a SentencePiece model), "
+    "supported are tokenizer.model (tiktoken ranks or a SentencePiece model), "
     "original/tokenizer.model and tokenizer.json (Hugging Face tokenizers)"
 )
 TEMPLATE = "chat_template.jinja"
 TOOL_USE = "additional_chat_templates/tool_use.jinja"
-"""The chat template of a folder, and that for dialogs with tools."""
+"""Chat template of a folder, and the template for dialogs with tools."""
 FILES = (
     *CANDIDATES,
     "tokenizer_config.json",
@@ -53,7 +53,7 @@ FILES = (
     "added_tokens.json",
     TEMPLATE,
     TOOL_USE,
-    "config.json",  # which, as Meta's params.json, tells releases apart that name their tokens differently
+    "config.json",  # like Meta's params.json, distinguishes releases that name their tokens differently
     "params.json",
 )
 """Files of a folder that are read with its tokenizer."""
@@ -65,13 +65,13 @@ class TokenizerFiles:
     """One tokenizer on disk.
 
     Attributes:
-        path: the file that defines it.
-        folder: where the model files that belong to it are.
-        kind: how to read that file.
-        content: its bytes.
-        added: name → id of the tokens that files beside a ``.model`` list.
-        named: role ("bos", "eos", "pad") → token name, where that says so; "" is that there is none.
-        add_bos: whether plain texts shall begin with BOS; None: as the folder's files say.
+        path: File that defines it.
+        folder: Folder of the model's files.
+        kind: Kind of that file.
+        content: Its bytes.
+        added: Name → id of the tokens that files next to a ``.model`` list.
+        named: Role ("bos", "eos", "pad") → token name, where defined; "" if there is none.
+        add_bos: Whether plain text starts with BOS; None: as defined by the folder's files.
     """
 
     path: Path
@@ -84,27 +84,27 @@ class TokenizerFiles:
 
 
 def find(path: str | Path) -> TokenizerFiles:
-    """Find and read the tokenizer file at ``path``, a folder, here or in object storage, or the file itself.
+    """Find and read the tokenizer file at ``path``, a file or a folder, local or in object storage.
 
     Raises:
-        DataError: nothing there, or a file that is no tokenizer of a known kind.
+        DataError: There is none, or the file is not a tokenizer of a known kind.
     """
     given = expand_user(path)
     if not isinstance(given, os.PathLike):
-        given = _fetched(given)
+        given = _download(given)
     if not os.path.exists(given):
         raise DataError(
             f"tokenizer path {str(path)!r} does not exist (from folder {Path.cwd()}); "
-            f"it must be a local folder or file, not a model on a hub; {ACCEPTED}"
+            f"it must be a local folder or file, not a model on the Hub; {ACCEPTED}"
         )
     file, folder = given, given.parent
     if given.is_dir():
         folder = given
-        found = [given / name for name in CANDIDATES if (given / name).is_file()]
-        if not found:
-            there = ", ".join(sorted(entry.name for entry in given.iterdir())[:12]) or "nothing"
-            raise DataError(f"no tokenizer in folder {str(path)!r}: it holds {there}; {ACCEPTED}")
-        file = found[0]
+        candidates = [given / name for name in CANDIDATES if (given / name).is_file()]
+        if not candidates:
+            names = ", ".join(sorted(entry.name for entry in given.iterdir())[:12]) or "nothing"
+            raise DataError(f"no tokenizer in folder {str(path)!r}: it contains {names}; {ACCEPTED}")
+        file = candidates[0]
     elif folder.name == "original":
         folder = folder.parent
     try:
@@ -120,19 +120,19 @@ def find(path: str | Path) -> TokenizerFiles:
 
 
 @cache
-def _fetched(place: RemotePath) -> Path:
-    """A folder of this machine with those of FILES that are in ``place``, until this process ends."""
+def _download(remote: RemotePath) -> Path:
+    """Copy the FILES in ``remote`` to a local folder that exists until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in FILES:
-        if (place / name).is_file():
+        if (remote / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes((place / name).read_bytes())
+            (folder / name).write_bytes((remote / name).read_bytes())
     return folder
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
-    """The kind of a tokenizer file, from its first bytes and never from its name."""
+    """Determine the kind of a tokenizer file from its first bytes, regardless of its name."""
     head = content[:4096]
     if head.startswith(b"version https://git-lfs"):
         raise DataError(f"{path} is a Git LFS pointer, not the tokenizer itself: run `git lfs pull` there")
@@ -144,11 +144,11 @@ def kind_of(content: bytes, path: Path) -> Kind:
     if _TIKTOKEN_LINE.match(head if b"\n" in head else head + b"\n"):
         return "tiktoken"
     shown = "it is empty" if not content else f"it starts with {bytes(content[:16])!r}"
-    raise DataError(f"{path} is no tokenizer of a known kind: {shown}; {ACCEPTED}")
+    raise DataError(f"{path} is not a tokenizer of a known kind: {shown}; {ACCEPTED}")
 
 
 def _says_more(path: Path) -> bool:
-    """Say if a tokenizer.json, where there is one, puts a space before the first word of a prompt alone, or
+    """Return whether a tokenizer.json, if it exists, puts a space only before the first word of a prompt, or
     has added tokens that are not special."""
     described = read_if_there(path)
     pre, added = described.get("pre_tokenizer"), described.get("added_tokens")
@@ -156,24 +156,25 @@ def _says_more(path: Path) -> bool:
     return _any(parts, "prepend_scheme", "first") or _any(added, "special", False)
 
 
-def _any(found: Any, key: str, value: Any) -> bool:
-    """Say if ``found`` is a list with an object of which ``key`` is ``value``."""
-    return isinstance(found, list) and any(isinstance(it, dict) and it.get(key) == value for it in found)
+def _any(items: Any, key: str, value: Any) -> bool:
+    """Return whether ``items`` is a list with an object whose ``key`` is ``value``."""
+    return isinstance(items, list) and any(isinstance(it, dict) and it.get(key) == value for it in items)
 
 
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
-    """Say if a plain text begins with the token ``bos_id``, as transformers reads the folder: by
-    tokenizer.json where there is one, else by ``add_bos_token`` of tokenizer_config.json. Where neither says
-    it, a text does, as with Meta's files.
+    """Return whether plain text starts with the token ``bos_id``, as in transformers.
+
+    This is defined by tokenizer.json if it exists, else by ``add_bos_token`` of tokenizer_config.json, else
+    it is true, as with Meta's files.
 
     Raises:
-        DataError: BOS is asked for and there is none, or a file cannot be read.
+        DataError: BOS is requested but there is none, or a file cannot be read.
     """
     if files.add_bos is not None:
         if files.add_bos and bos_id is None:
             raise DataError(
-                f"the tokenizer {files.path} has no BOS token for texts to begin with\n"
-                "  fix:  leave add_bos_token out, or name BOS in tokenizer_config.json"
+                f"the tokenizer {files.path} has no BOS token\n"
+                "  fix:  remove add_bos_token, or define BOS in tokenizer_config.json"
             )
         return files.add_bos
     if bos_id is None:
@@ -189,11 +190,12 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
 
 
 def declared(folder: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json says; special_tokens_map.json goes before it, as in transformers,
-    where it lists no added tokens.
+    """Return tokenizer_config.json, overridden by special_tokens_map.json if it lists no added tokens.
+
+    This is the precedence in transformers.
 
     Raises:
-        DataError: one of them is no JSON object.
+        DataError: One of them is not a JSON object.
     """
     config = read_if_there(folder / "tokenizer_config.json")
     lists = config.get("added_tokens_decoder") is not None
@@ -201,16 +203,18 @@ def declared(folder: Path) -> dict[str, Any]:
 
 
 def _listed_elsewhere(folder: Path) -> dict[str, Any]:
-    """Added tokens by id, where tokenizer_config.json lists none: releases of transformers before 4.34 have
-    them in added_tokens.json, and those from 5 on in tokenizer.json."""
-    found = {str(token): name for name, token in read_if_there(folder / "added_tokens.json").items()}
+    """Return added tokens by id that tokenizer_config.json does not list.
+
+    transformers before 4.34 stores them in added_tokens.json, and from 5 on in tokenizer.json.
+    """
+    tokens_by_id = {str(token): name for name, token in read_if_there(folder / "added_tokens.json").items()}
     described = read_if_there(folder / "tokenizer.json").get("added_tokens")
     tokens = described if isinstance(described, list) else []
-    return found | {str(token.get("id")): token for token in tokens if isinstance(token, dict)}
+    return tokens_by_id | {str(token.get("id")): token for token in tokens if isinstance(token, dict)}
 
 
 def _added_and_named(folder: Path, kind: Kind) -> tuple[dict[str, int], dict[str, str]]:
-    """(added token name → id, role → token name) that the files beside a tokenizer of ``kind`` declare."""
+    """Return (added token name → id, role → token name) declared by files next to a ``kind`` tokenizer."""
     values = declared(folder)
     if kind != "json" and values.get("added_tokens_decoder") is None:
         values |= {"added_tokens_decoder": _listed_elsewhere(folder)}
@@ -229,6 +233,6 @@ def _added_and_named(folder: Path, kind: Kind) -> tuple[dict[str, int], dict[str
             listed.reject(index, "must be a token under its id")
     names = {index: name(listed, index) for index in listed.values}
     roles = {role: name(config, f"{role}_token") for role in ("bos", "eos", "pad")}
-    config.finish(f"{folder / 'tokenizer_config.json'}, or a file beside it, is not of a tokenizer")
+    config.finish(f"{folder / 'tokenizer_config.json'}, or a file next to it, is not of a tokenizer")
     added = {token: int(index) for index, token in names.items()}
     return added, {role: token for role, token in roles.items() if token or f"{role}_token" in values}

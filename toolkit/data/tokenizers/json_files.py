@@ -1,4 +1,4 @@
-"""Facts that a tokenizer.json tells. Imports the library that runs it where that is asked."""
+"""Properties of a tokenizer.json. The tokenizers library is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from toolkit.io.json_fields import parse_object
 
 
 def json_vocabulary_size(data: bytes, path: Path) -> int:
-    """Largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
+    """Return the largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
     content = parse_object(data, path)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict | list):
-        raise DataError(f"{path} is no tokenizer.json of Hugging Face tokenizers: it has no model.vocab")
+        raise DataError(f"{path} is not a tokenizer.json of Hugging Face tokenizers: it has no model.vocab")
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise DataError(f"{path}: added_tokens must be a list of objects")
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))]
     ids += [token.get("id") for token in added]
     if not {*map(type, ids)} <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0) <= MAX_SIZE:
-        raise DataError(f"{path}: ids of tokens must be whole numbers from 0 to {MAX_SIZE}")
+        raise DataError(f"{path}: token ids must be integers from 0 to {MAX_SIZE}")
     return max(ids, default=-1) + 1
 
 
 def first_added(post_processor: Any, folder: Path) -> int | None:
-    """The token that the ``post_processor`` of a tokenizer.json puts before a text, found by asking it about
-    a text of one token."""
+    """Return the token that the ``post_processor`` of a tokenizer.json puts before a text, determined by
+    applying it to a text of one token."""
     import tokenizers
 
     unknown = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
     described = json.dumps({"model": unknown, "post_processor": post_processor})
     with tokenizers_errors(folder / "tokenizer.json"):
-        found = tokenizers.Tokenizer.from_str(described).encode("a")
-    return found.ids[0] if found.ids and found.special_tokens_mask[0] else None
+        encoding = tokenizers.Tokenizer.from_str(described).encode("a")
+    return encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else None
 
 
 @contextmanager
 def tokenizers_errors(path: Path) -> Iterator[None]:
-    """Name the file where the library of tokenizer.json raises Exception itself, or panics.
+    """Add the file name to a plain Exception or a panic of the tokenizers library.
 
     Raises:
-        DataError: it did either.
+        DataError: One of these was raised.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Tokenizers that come as a tokenizer.json."""
+"""Tokenizers defined by a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, without_surrogates
 class JsonTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``, run by the tokenizers library.
 
-    Its template, truncation and padding do not apply, and its special tokens are not looked for in text.
+    Its template, truncation and padding are not applied, and text is not searched for special tokens.
     """
 
-    _version = "2"  # in processes that tokenised a corpus, special tokens were looked for
+    _version = "2"  # version 1 found special tokens in text in the processes that tokenized a corpus
 
     def __init__(self, files: TokenizerFiles):
-        # Corpora are tokenised by processes, not by this library's threads: those start on a first batch
-        # and a fork after it would hang or warn. Whoever wants them sets the variable.
+        # Corpora are tokenized by several processes, not by this library's threads: those start on the first
+        # batch, and a fork after it would hang or warn. Set the variable to enable them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
@@ -36,14 +36,14 @@ class JsonTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._backend.encode_special_tokens = True  # which the library does not pickle
+        self._backend.encode_special_tokens = True  # not pickled by the library
 
     def _encode(self, text: str) -> list[int]:
         with tokenizers_errors(self.path):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_after(self, special: int, text: str) -> list[int]:
-        if any(name in text for name in self.special_tokens):  # which would be looked for
+        if any(name in text for name in self.special_tokens):  # the library would encode them as such
             return super().encode_after(special, text)
         self._backend.encode_special_tokens = False
         ids = self._encode(self._special_names[special] + without_surrogates(text))
@@ -58,17 +58,18 @@ class JsonTokenizer(Tokenizer):
         if any(special in text for special in self.special_tokens):  # as encode_after
             name = ""
         self._backend.encode_special_tokens = not name
-        found = self._backend.encode(name + text, add_special_tokens=False)
+        encoding = self._backend.encode(name + text, add_special_tokens=False)
         self._backend.encode_special_tokens = True
         skipped, n = 1 if name else 0, len(name)
-        return found.ids[skipped:], [(begin - n, end - n) for begin, end in found.offsets[skipped:]]
+        return encoding.ids[skipped:], [(begin - n, end - n) for begin, end in encoding.offsets[skipped:]]
 
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
         return self._backend.encode(text, add_special_tokens=False).offsets
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         with tokenizers_errors(self.path):
-            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def _decode(self, ids: list[int]) -> str:
         with tokenizers_errors(self.path):

@@ -1,7 +1,7 @@
-"""A tokenizer of whatever kind a folder holds, and its size alone.
+"""Loading of a tokenizer of any kind, and its vocabulary size without loading it.
 
-The tokenizer libraries are imported where one is needed, so that the preflight can ask for a
-vocabulary's size in some tens of milliseconds.
+The tokenizer libraries are imported only where they are needed, so that the preflight can determine a
+vocabulary size in some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenizer:
-    """The tokenizer in a folder (``model.hf_assets_path``), or in the file itself; ``add_bos`` has plain
-    texts begin with BOS, or not, whatever the folder says.
+    """Load the tokenizer in a folder (``model.hf_assets_path``) or file.
+
+    ``add_bos`` overrides whether plain texts start with BOS.
 
     Raises:
-        DataError: none there, or a file that is damaged or of no known kind, or without the BOS asked for.
+        DataError: There is none, a file is damaged or of unknown kind, or it lacks a requested BOS.
     """
     files = replace(find(path), add_bos=add_bos)
     if files.kind == "tiktoken":
@@ -37,10 +38,10 @@ def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenize
 
 
 def vocabulary_size(path: str | Path) -> int:
-    """Entries of the tokenizer at ``path`` (largest id + 1), without building it: a peek for checks.
+    """Return the vocabulary size of the tokenizer at ``path`` (largest id + 1), without loading it.
 
     Raises:
-        DataError: as :func:`find`, or a JSON file that is no tokenizer, or a tiktoken file of another model.
+        DataError: As in :func:`find`, or the file is not a tokenizer, or a tiktoken file of an unknown model.
     """
     files = find(path)
     if files.kind == "json":

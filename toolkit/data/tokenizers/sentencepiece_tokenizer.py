@@ -1,4 +1,4 @@
-"""Tokenizers that come as SentencePiece models."""
+"""Tokenizers defined by a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """SentencePiece. A text is encoded with a space before it, and decoded without that one.
+    """SentencePiece. A text is encoded with a space before it, and decoded without that space.
 
-    So only whole sequences decode faithfully: a continuation that begins with a word loses its space.
+    Therefore only complete sequences decode exactly: a continuation that starts with a word loses its space.
     """
 
     def __init__(self, files: TokenizerFiles):
@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(text)
 
     def _decode(self, ids: list[int]) -> str:
-        # The library gives nothing for control tokens and knows none that were added.
+        # The library returns nothing for control tokens and does not know added ones.
         texts: list[str] = []
         for special, group in groupby(ids, key=self._special_names.__contains__):
             run = list(group)
@@ -47,7 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join(texts)
 
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
-        offsets, place = [], -1  # the space that is put before a text is none of its characters
+        offsets, place = [], -1  # the space before a text is not one of its characters
         for token in ids:
             piece = self._model.id_to_piece(token)
             begin = max(0, place)
@@ -60,19 +60,19 @@ class SentencePieceTokenizer(Tokenizer):
             offsets.append((begin, place))
         if ids and place != len(text):
             raise DataError(
-                f"the tokenizer {self.path} rewrites text, so that its tokens cannot be found in it: "
+                f"the tokenizer {self.path} normalizes text, so its tokens cannot be located in it: "
                 f"{text[:60]!r}"
             )
         return offsets
 
 
 def sentencepiece_processor(files: TokenizerFiles) -> SentencePieceProcessor:
-    """The SentencePiece model of ``files``, loaded."""
+    """Load the SentencePiece model of ``files``."""
     from sentencepiece import SentencePieceProcessor
 
     try:
         return SentencePieceProcessor(model_proto=files.content)
     except RuntimeError as error:
         raise DataError(
-            f"{files.path} ({len(files.content):,} bytes) is no whole SentencePiece model: {error}"
+            f"{files.path} ({len(files.content):,} bytes) is not a complete SentencePiece model: {error}"
         ) from error

@@ -1,7 +1,7 @@
-"""A tiktoken file: the ranks that it holds, and the form of the family that they belong to.
+"""Tiktoken files: their merge ranks, and the model family that they belong to.
 
-The file says neither how text is cut into words nor which special tokens follow. The number of its ranks
-tells whose it is (:class:`~toolkit.models.common.tiktoken_form.TiktokenForm`). Imports no torch.
+The file contains neither the word pattern nor the special tokens; both are derived from the number of ranks
+(:class:`~toolkit.models.common.tiktoken_form.TiktokenForm`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from toolkit.models.registry import tiktoken_forms
 
 
 def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """The merge ranks of a tiktoken file: token bytes → rank, which is also its id.
+    """Parse the merge ranks of a tiktoken file: token bytes → rank, which is also its id.
 
     Raises:
-        DataError: a line that is not "base64 rank", a token or rank given twice, or a rank left out.
+        DataError: A line is not "base64 rank", a token or rank occurs twice, or a rank is missing.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -33,15 +33,17 @@ def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
             raise DataError(f"{path}:{number}: expected 'base64 rank', found {line[:40]!r}") from error
     lines = sum(1 for line in content.splitlines() if line.strip())
     if len(ranks) != lines or set(ranks.values()) != set(range(lines)):
-        raise DataError(f"{path}: the {lines} ranks are not 0 to {lines - 1}, each once; is the file whole?")
+        raise DataError(
+            f"{path}: the {lines} ranks are not 0 to {lines - 1}, each once; is the file complete?"
+        )
     return ranks
 
 
 def form_of(n_ranks: int, path: Path) -> TiktokenForm:
-    """The form of the tiktoken file ``path`` of ``n_ranks`` ranks.
+    """Return the form of a tiktoken file with ``n_ranks`` ranks.
 
     Raises:
-        DataError: its word pattern and special tokens are not known.
+        DataError: Its word pattern and special tokens are not known.
     """
     for form in tiktoken_forms():
         if form.matches(n_ranks):
@@ -50,25 +52,25 @@ def form_of(n_ranks: int, path: Path) -> TiktokenForm:
 
 
 def other_model(what: str) -> DataError:
-    """The error for a tiktoken file of another model, from ``what`` shows it."""
+    """Return the error for a tiktoken file of an unknown model; ``what`` describes it."""
     forms = list(tiktoken_forms())
-    known = [f"{form.n_ranks:,} ranks are {form.display_name}'s" for form in forms]
+    known = [f"{form.n_ranks:,} ranks for {form.display_name}" for form in forms]
     known += [
-        f"fewer are those of tools/train_tokenizer, for {form.display_name}'s word pattern"
+        f"fewer from tools/train_tokenizer, for {form.display_name}'s word pattern"
         for form in forms
         if form.trained
     ]
     return DataError(
-        f"{what}, and is of no known tokenizer: {', '.join(known)}\n"
-        "  fix:  name the tokenizer.json of the same tokenizer, which says its pattern and special tokens"
+        f"{what}, which matches no known tokenizer: {', '.join(known)}\n"
+        "  fix:  use the tokenizer.json of the same tokenizer, which contains its pattern and special tokens"
     )
 
 
 def special_tokens(
     form: TiktokenForm, n_ranks: int, folder: Path, added: Mapping[str, int]
 ) -> dict[str, int]:
-    """Names and ids of the special tokens after ``n_ranks`` ranks: those that ``added`` lists, from the
-    ``tokenizer_config.json`` of ``folder``, and else those of the form."""
+    """Return names and ids of the special tokens after ``n_ranks`` ranks: ``added``, from the
+    ``tokenizer_config.json`` of ``folder``, and the form's for all other ids."""
     listed = {name: token for name, token in added.items() if token >= n_ranks}
     of_form = form.special_tokens(folder if n_ranks == form.n_ranks else None)
     names = dict(enumerate(of_form, start=n_ranks))

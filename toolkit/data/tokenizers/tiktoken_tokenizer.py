@@ -1,4 +1,4 @@
-"""Tokenizers that come as tiktoken files."""
+"""Tokenizers defined by a tiktoken file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.data.tokenizers.tiktoken_ranks import form_of, other_model, read_ra
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.models.common.tiktoken_form import TiktokenForm
 
-# Meta's code hands tiktoken at most so many characters, and at most so many consecutive
-# characters that are all whitespace or all not: merging is quadratic in the length of a word.
+# Limits of Meta's code: characters per call of tiktoken, and consecutive characters that are all whitespace
+# or all not, because merging is quadratic in the length of a word.
 MAX_CHARACTERS = 400_000
 MAX_RUN = 25_000
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by ranks, with the word pattern and special tokens that belong to so many."""
+    """Byte-level BPE by ranks, with the word pattern and special tokens of their form."""
 
     def __init__(self, files: TokenizerFiles):
         ranks = read_ranks(files.content, files.path)
@@ -31,11 +31,14 @@ class TiktokenTokenizer(Tokenizer):
             name=files.path.name, pat_str=form.pattern, mergeable_ranks=ranks, special_tokens=special
         )
         if len(ranks) < form.n_ranks:
-            self._refuse_other_pattern(ranks, form)
+            self._check_pattern(ranks, form)
 
-    def _refuse_other_pattern(self, ranks: dict[bytes, int], form: TiktokenForm) -> None:
-        """Ranks learnt for the word pattern have no token that it cuts in two, as GPT-2's have "2017". White
-        space is cut by what comes after it: "\\n " is part of the word "\\n \\n", and two words alone."""
+    def _check_pattern(self, ranks: dict[bytes, int], form: TiktokenForm) -> None:
+        """Raise DataError if a token spans several words of the pattern, as GPT-2's "2017" does.
+
+        Ranks trained with the pattern have no such token. White space is not checked because its split
+        depends on what follows: "\\n " is part of the word "\\n \\n", but two words by itself.
+        """
         for token, rank in ranks.items():
             try:
                 text = token.decode()
@@ -43,27 +46,27 @@ class TiktokenTokenizer(Tokenizer):
                 continue
             if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
                 raise other_model(
-                    f"{self.path} has a token {text!r}, which {form.display_name}'s words do not have"
+                    f"{self.path} has a token {text!r}, which spans words of {form.display_name}"
                 )
 
     def _encode(self, text: str) -> list[int]:
         if len(text) <= MAX_RUN:
             return self._encoding.encode_ordinary(text)
-        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
+        return [token for chunk in _chunks(text) for token in self._encoding.encode_ordinary(chunk)]
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
         lengths = [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
-        characters = accumulate(byte & 0xC0 != 0x80 for byte in text.encode())  # one begins at such a byte
+        characters = accumulate(byte & 0xC0 != 0x80 for byte in text.encode())  # first bytes of characters
         of_byte = [number - 1 for number in characters]
         ends = zip(accumulate(lengths), lengths, strict=True)
         return [(of_byte[end - length], of_byte[end - 1] + 1) for end, length in ends]
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut ``text`` where Meta's code does."""
+def _chunks(text: str) -> Iterator[str]:
+    """Split ``text`` as Meta's code does."""
     for start in range(0, len(text), MAX_CHARACTERS):
         part = text[start : start + MAX_CHARACTERS]
         cuts = [0, *_cuts_in_runs(part), len(part)]
@@ -71,9 +74,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _cuts_in_runs(text: str) -> list[int]:
-    """Where the runs of whitespace, or of anything else, that exceed MAX_RUN characters are cut."""
-    # A run longer than MAX_RUN fills at least one of these blocks; ordinary text leaves each of them
-    # at its second word, which spares it the walk over all runs.
+    """Return where runs of whitespace, or of anything else, that exceed MAX_RUN characters are split."""
+    # A run longer than MAX_RUN fills at least one of these blocks; ordinary text leaves each block at its
+    # second word, which avoids iterating over all runs.
     half = MAX_RUN // 2
     blocks = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
     if not any(block.isspace() or re.search(r"\s", block) is None for block in blocks):

@@ -14,7 +14,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json of a tiktoken ``tokenizer``, whose file has ``content``."""
+    """Return tokenizer.json and tokenizer_config.json for a tiktoken ``tokenizer`` with file ``content``."""
     ranks = read_ranks(content, tokenizer.path)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     bos = names[tokenizer.bos_id] if tokenizer.bos_id is not None else None
@@ -83,7 +83,7 @@ def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]
 
 
 def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
-    """Build the part that puts BOS before a text, as Meta's own files do; None for no BOS."""
+    """Return the post-processor that puts BOS before a text, as in Meta's own files; None without BOS."""
     if not tokenizer.adds_bos:
         return None
     token = tokenizer.bos_id
@@ -100,7 +100,7 @@ def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
 
 
 def _alphabet() -> dict[int, str]:
-    """A visible character for each byte, as GPT-2's tokenizer had it: printable ones are themselves."""
+    """Return a visible character for each byte, as in GPT-2's tokenizer; printable ones are unchanged."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

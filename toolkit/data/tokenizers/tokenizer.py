@@ -1,17 +1,17 @@
-"""Tokenizers: tiktoken, SentencePiece and Hugging Face files behind one small interface.
+"""Tokenizers: tiktoken, SentencePiece and Hugging Face files behind one interface.
 
-:func:`toolkit.data.tokenizers.load_tokenizer.load_tokenizer` looks into a folder (``files.py`` has the order
-and the kinds) and gives a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
+:func:`toolkit.data.tokenizers.load_tokenizer.load_tokenizer` finds the files (``files.py`` describes their
+order and kinds) and returns a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
 
-Rules common to all kinds:
+Rules for all kinds:
 
-* Text is text: ``encode`` never turns "<|eot_id|>" or "</s>" in a text into the special token. Whoever
-  composes a prompt takes the ids from ``special_tokens``.
-* BOS and EOS are added when asked for and never otherwise. Whoever encodes a plain text, to train on,
-  to go on from or to score, asks for BOS where ``adds_bos`` says so: the folder's files decide it.
-* Any Unicode text comes back from ``decode(encode(text))``, with two exceptions. A lone surrogate
-  (half a UTF-16 pair, which is no Unicode text) becomes U+FFFD, as in tiktoken. SentencePiece
-  writes a space as U+2581, so a U+2581 of the text comes back as a space.
+* Text is text: ``encode`` never converts "<|eot_id|>" or "</s>" in a text to the special token. To compose a
+  prompt, take ids from ``special_tokens``.
+* BOS and EOS are only added on request. To encode plain text for training, generation or scoring, request BOS
+  if ``adds_bos``, which is determined by the files.
+* ``decode(encode(text))`` returns any Unicode text unchanged, with two exceptions. A lone surrogate (half a
+  UTF-16 pair, which is not valid Unicode) becomes U+FFFD, as in tiktoken. SentencePiece represents a space as
+  U+2581, so a U+2581 in the text becomes a space.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from toolkit.data.tokenizers.files import TokenizerFiles, adds_bos
 from toolkit.errors import DataError
 
-# Names by which a role is known when tokenizer_config.json does not say. The end of a document is
-# <|end_of_text|> even where an instruct model's tokenizer_config.json names <|eot_id|>, the end of a turn.
+# Names of special tokens by role, if tokenizer_config.json does not define them. A document ends with
+# <|end_of_text|> even if an instruct model's tokenizer_config.json has <|eot_id|>, the end of a turn.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<|finetune_right_pad|>", "<pad>", "[PAD]")
@@ -32,22 +32,22 @@ _STOP_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
     Attributes:
-        path: the file it was read from.
-        folder: where the model files that belong to it are.
+        path: File it was loaded from.
+        folder: Folder of the model's files.
         kind: "tiktoken", "sentencepiece" or "json".
-        n_words: entries, special tokens included: ids are 0 to ``n_words - 1``.
-        special_tokens: name → id of every special token.
-        bos_id, eos_id, pad_id: ids of these roles; None where the tokenizer has no such token.
-        adds_bos: whether a plain text begins with BOS.
-        stop_ids: ids at which generation ends: end of document, of turn, of message.
-        fingerprint: SHA-256 over kind, file content, the BOS that texts begin with and EOS: equal means
-            equal token files.
+        n_words: Number of tokens including special ones; ids are 0 to ``n_words - 1``.
+        special_tokens: Name → id of every special token.
+        bos_id, eos_id, pad_id: Ids of these roles; None if the tokenizer has no such token.
+        adds_bos: Whether plain text starts with BOS.
+        stop_ids: Ids that end generation: end of document, turn or message.
+        fingerprint: SHA-256 of kind, file content, the BOS that texts start with and EOS. Equal fingerprints
+            mean equal token files.
     """
 
-    _version = ""  # another one where texts become other ids than before
+    _version = ""  # change it when the ids of texts change
 
     def __init__(self, files: TokenizerFiles, n_words: int, special_tokens: dict[str, int]):
         self.path = files.path
@@ -74,48 +74,50 @@ class Tokenizer(ABC):
         self.fingerprint = hashlib.sha256(head + files.content).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of ``text``, with BOS before and EOS after where asked for.
+        """Encode ``text``, optionally with BOS before and EOS after it.
 
         Raises:
-            DataError: BOS or EOS asked for, and the tokenizer has none.
+            DataError: BOS or EOS is requested, but the tokenizer has none.
         """
         ids = self._encode(without_surrogates(text))
         return [*self._role_id("BOS", self.bos_id, bos), *ids, *self._role_id("EOS", self.eos_id, eos)]
 
     def encode_after(self, special: int, text: str) -> list[int]:
-        """Ids of ``text`` where it follows the token ``special``: Hugging Face tokenizers may put a space
-        before the first word of a prompt alone, or drop those after a token."""
+        """Encode ``text`` after the token ``special``: Hugging Face tokenizers may put a space only before
+        the first word of a prompt, or strip spaces after a token."""
         return self._encode(without_surrogates(text))
 
     def encode_with_offsets(
         self, text: str, after: int | None = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of ``text``, at the start of a prompt or where it follows the special token ``after``, and
-        which characters each is of, from begin to end. A character that is several tokens is of all of them.
+        """Encode ``text``, at the start of a prompt or after the special token ``after``, with character
+        ranges.
+
+        A character that is encoded as several tokens is in the range of each.
 
         Raises:
-            DataError: the tokenizer rewrites this text, so that its tokens cannot be found in it.
+            DataError: The tokenizer normalizes this text, so its tokens cannot be located in it.
         """
         text = without_surrogates(text)
         ids = self.encode(text) if after is None else self.encode_after(after, text)
         return ids, self._offsets(ids, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text without BOS and EOS, on the calling thread: the fast path for a corpus."""
+        """Encode several texts without BOS and EOS, on the calling thread: the fast path for a corpus."""
         return self._encode_batch([without_surrogates(text) for text in texts])
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Text of ``ids``; special tokens appear by name, or not at all with ``skip_special``.
+        """Decode ``ids``; special tokens appear by name, or are left out with ``skip_special``.
 
-        Bytes that are no UTF-8 (a character cut in two) appear as U+FFFD.
+        Bytes that are not UTF-8 (incomplete characters) appear as U+FFFD.
 
         Raises:
-            DataError: an id outside the vocabulary.
+            DataError: An id is outside the vocabulary.
         """
         if wrong := [token for token in ids if not 0 <= token < self.n_words]:
             raise DataError(
-                f"token id {wrong[0]} is not in the tokenizer's vocabulary of {self.n_words:,} entries "
-                f"({self.path}); is this the tokenizer the ids were made with?"
+                f"token id {wrong[0]} is not in the tokenizer's vocabulary of {self.n_words:,} tokens "
+                f"({self.path}); were the ids made with this tokenizer?"
             )
         return self._decode([token for token in ids if not skip_special or token not in self._special_names])
 
@@ -131,19 +133,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """Ids of a text that has no surrogates."""
+        """Encode a text without surrogates."""
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Text of ``ids``, special tokens by name."""
+        """Decode ``ids``, special tokens by name."""
 
     @abstractmethod
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
-        """Begin and end, in characters of ``text``, which has no surrogates, of each of its ``ids``."""
+        """Return the character range of each of ``ids`` in ``text``, which has no surrogates."""
 
 
 def without_surrogates(text: str) -> str:
-    """``text`` with surrogate pairs joined and lone surrogates replaced by U+FFFD, as tiktoken does."""
+    """Join surrogate pairs and replace lone surrogates by U+FFFD, as tiktoken does."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The interface of every way in which a dialog becomes token ids."""
+"""The interface of chat formats, which convert a dialog to token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.errors import DataError
 
 Message = Mapping[str, Any]
 Unwritten = tuple[int | None, str]
-"""A key of the message with this index, or of no message (``tools``), of which a format writes nothing."""
+"""A key of the message with this index, or of the dialog (``tools``), that a format does not write."""
 
 
 class ChatTokenizer(Protocol):
@@ -30,41 +30,40 @@ class ChatTokenizer(Protocol):
 
 
 class Turns(NamedTuple):
-    """The ``ids`` of a whole dialog, and of each answer in it from which to before which id it is the
-    assistant's: its text and the end of its turn."""
+    """The ``ids`` of a dialog, and for each answer the range of ids with its text and the end of its turn."""
 
     ids: list[int]
     answers: list[tuple[int, int]]
 
 
 class Rendered(NamedTuple):
-    """A dialog as ``text``; ``special`` are the places of the special tokens that a template wrote,
-    ``generated`` those of what it marks as the assistant's."""
+    """A dialog as ``text``, with the ranges of the ``special`` tokens that the template wrote and of what it
+    marks as ``generated`` by the assistant."""
 
     text: str
     special: list[tuple[int, int]]
     generated: list[tuple[int, int]]
 
     def named(self) -> list[tuple[str, int]]:
-        """Return the special tokens, each with where it begins."""
+        """Return the special tokens, each with its start."""
         return [(self.text[begin:end], begin) for begin, end in self.special]
 
 
 def further_keys(message: Message) -> list[str]:
-    """The keys of ``message`` that hold something, besides its role and content."""
-    return [key for key, held in message.items() if key not in ("role", "content") and held not in _EMPTY]
+    """Return the non-empty keys of ``message`` besides its role and content."""
+    return [key for key, value in message.items() if key not in ("role", "content") and value not in _EMPTY]
 
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 class ChatFormat(ABC):
-    """How a dialog is laid out for a model.
+    """Layout of a dialog for a model.
 
     Attributes:
-        name: what it is called, or the file of a template.
-        stop_ids: the tokens at which an answer ends.
-        fingerprint: says what the ids depend on besides the tokenizer.
+        name: Name of the format, or the file of a template.
+        stop_ids: Tokens that end an answer.
+        fingerprint: Identifies what the ids depend on besides the tokenizer.
     """
 
     name: str
@@ -76,53 +75,54 @@ class ChatFormat(ABC):
 
     @classmethod
     def fits(cls, tokenizer: ChatTokenizer) -> bool:
-        """Say if dialogs are laid out so for the models of ``tokenizer``, as far as its tokens tell."""
+        """Return whether ``tokenizer`` has this format's special tokens."""
         return False
 
     @abstractmethod
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        """Ids of the dialog, BOS included where the format has it; ``generation_prompt`` opens the answer
-        that is to be generated.
+        """Return the ids of the dialog, including BOS if the format has it.
+
+        ``generation_prompt`` appends the start of the answer to generate.
 
         Raises:
-            DataError: messages that the format has no place for.
+            DataError: The format does not support some message.
         """
 
     @abstractmethod
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
-        """Ids of the dialog, which are those of ``encode`` without a generation prompt, with the answers.
+        """Return the ids of the dialog, as from ``encode`` without a generation prompt, with the answers.
 
         Raises:
-            DataError: as ``encode``; answers that cannot be told from the rest.
+            DataError: As in ``encode``, or answers cannot be located.
         """
 
     def unwritten(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Unwritten, ...]:
-        """Find what a dialog holds and its ids lack: all but roles and contents."""
+        """Return what the dialog has but its ids do not represent: everything except roles and contents."""
         keys = ((index, key) for index, message in enumerate(messages) for key in further_keys(message))
         return (*([(None, "tools")] if tools else []), *keys)
 
 
 def special_ids(tokenizer: ChatTokenizer, names: Sequence[str], wanted_by: str) -> list[int]:
-    """Ids of the special tokens ``names``.
+    """Return the ids of the special tokens ``names``.
 
     Raises:
-        DataError: the tokenizer lacks some of them.
+        DataError: The tokenizer lacks some of them.
     """
     if missing := [name for name in names if name not in tokenizer.special_tokens]:
         raise DataError(
-            f"chat format {wanted_by} needs {', '.join(missing)}, which {tokenizer.path} has not\n"
-            "  fix:  name the format of this tokenizer, or the file of a jinja template"
+            f"chat format {wanted_by} needs {', '.join(missing)}, which {tokenizer.path} does not have\n"
+            "  fix:  use the format of this tokenizer, or a file with a jinja template"
         )
     return [tokenizer.special_tokens[name] for name in names]
 
 
 def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """(role, content) of each message.
+    """Return (role, content) of each message.
 
     Raises:
-        DataError: no messages, or one whose role or content is no text.
+        DataError: There are no messages, or a role or content is not text.
     """
     if not messages:
         raise DataError("a dialog needs at least one message")
@@ -130,14 +130,14 @@ def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
     for index, (role, content) in enumerate(pairs):
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"message {index}: role and content must be text, not {role!r} and {content!r}")
-    return pairs  # type: ignore[return-value]  # both have been looked at
+    return pairs  # type: ignore[return-value]  # both have been checked
 
 
 def exchanges(messages: Sequence[Message], model: str) -> tuple[str | None, list[str], list[str]]:
-    """The system message, if there is one, the questions, and the answers, of which the last may lack.
+    """Return the system message, if there is one, the questions, and the answers; the last may be missing.
 
     Raises:
-        DataError: other roles, or in another order, than those that ``model`` takes.
+        DataError: ``model`` does not support these roles or their order.
     """
     system = None
     (role, content), *rest = texts(messages)
@@ -148,7 +148,7 @@ def exchanges(messages: Sequence[Message], model: str) -> tuple[str | None, list
     roles = [role for role, _ in rest]
     if not rest or roles != [("user", "assistant")[index % 2] for index in range(len(rest))]:
         raise DataError(
-            f"message roles {', '.join(roles) or 'system alone'}: {model} takes user and assistant in "
+            f"message roles {', '.join(roles) or 'system alone'}: {model} needs user and assistant in "
             f"turns, after at most one system message"
         )
     return system, [content for _, content in rest[::2]], [content for _, content in rest[1::2]]

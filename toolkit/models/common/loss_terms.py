@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.config import Config
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.errors import ConfigError
 from toolkit.loss import IGNORED_LABEL
 
@@ -21,7 +21,7 @@ def training_losses(config: Config) -> TokenLosses | None:
     """Return the loss function of ``config``; None for plain cross-entropy."""
     options = config.loss
     if options.name != "cross_entropy":
-        return _with_checks(added("loss.name")[options.name](config), config)
+        return _with_checks(registry("loss.name")[options.name](config), config)
     if not options.label_smoothing and not options.z_loss:
         return None
     return lambda logits_TV, labels_T: regularized_losses(
@@ -31,10 +31,10 @@ def training_losses(config: Config) -> TokenLosses | None:
 
 def _with_checks(losses: TokenLosses, config: Config) -> TokenLosses:
     """Wrap a user's ``losses``: anything but one loss per token is an error."""
-    from toolkit.config.custom_import import misused
+    from toolkit.config.custom_import import component_error
 
     def wrong(rule: str) -> ConfigError:
-        return misused(config, "loss.name", config.loss.name, losses, rule)
+        return component_error(config, "loss.name", config.loss.name, losses, rule)
 
     if not callable(losses):
         raise wrong(f"build returns {losses!r}, not a function of logits and labels")

@@ -1,7 +1,7 @@
-"""Rules of the preflight, a file for what they check; each is a function that ``@rule`` registers.
+"""Rules of the preflight, one file per topic; each is a function registered by ``@rule``.
 
-A file is loaded for a run that sets one of its keys: at their defaults they break none of its rules. Some
-are loaded for every run on a GPU.
+A file is loaded only if one of its keys is set, because defaults break no rule. Some files are loaded for
+every run on a GPU.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ FILES: dict[str, tuple[str, ...]] = {
         "checkpoint.push_to_hub",
     ),
 }
-"""File → the beginnings of its keys, none if it is about every run. In the order in which a reader wants
-problems: what was asked for, what it is, where it runs, what it reads."""
+"""File → prefixes of its keys, none if it applies to every run. In the order in which problems are reported:
+what was asked for, what it is, where it runs, what it reads."""
 
 
 OFF = {"activation_checkpoint.mode": "none", "model.flavor": "debugmodel"}
-"""Values, other than the default, that ask for nothing: rules need not be loaded for them."""
+"""Values other than the default that need no rules."""
 ON_GPU = ("attention",)
-"""Files for every run on a GPU, where "auto" takes what a CPU has not."""
+"""Files for every run on a GPU, where "auto" selects options that a CPU does not have."""
 
 
 def load(config: Config, device: str) -> list[ModuleType]:
-    """Import the files of rules that are about ``config`` on a ``device``, "cuda" or "cpu"."""
+    """Import the files of rules that apply to ``config`` on a ``device``, "cuda" or "cpu"."""
     groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
     changed = [group for group in groups if config.value(group)]
     changed += [field.key for field in fields() if NAME not in field.key and _differs(config, field)]

@@ -1,4 +1,4 @@
-"""Rules about moments in 8 bits, and what they take."""
+"""Rules for optimizer moments in 8 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _trained(run: PlannedRun) -> Shapes:
-    """Shapes of what AdamW8bit would update; nothing where it is not asked for."""
+    """Return the shapes of the parameters that AdamW8bit updates; none with another optimizer."""
     if run.config.optimizer.name != "AdamW8bit" or run.model is None:
         return {}
     shapes = all_shapes(run.model, run.config.finetune)
@@ -23,18 +23,17 @@ def _trained(run: PlannedRun) -> Shapes:
 
 @rule()
 def some_moments_have_8_bits(run: PlannedRun) -> list[Problem]:
-    """There is a matrix of whole blocks to train."""
+    """Check that some trained matrix consists of whole blocks."""
     shapes = _trained(run)
     if not shapes or any(map(in_8bit, shapes.values())):
         return []
-    rule = f"no matrix that is trained has rows of a multiple of {BLOCK} numbers, which share a magnitude"
+    rule = f"no trained matrix has rows of a multiple of {BLOCK} elements, which share a magnitude"
     return [run.problem(_KEY, rule, 'set it to "AdamW"')]
 
 
 @rule()
 def shards_of_rows_are_blocks(run: PlannedRun) -> list[Problem]:
-    """tp leaves a rank whole blocks of the rows that it cuts: those of wo and w2, and of what LoRA has before
-    them."""
+    """Check that tensor parallelism splits rows, those of wo, w2 and their LoRA inputs, into whole blocks."""
     tp = run.config.parallelism.tensor_parallel_degree
     rows = {
         name: shape[1]
@@ -46,16 +45,16 @@ def shards_of_rows_are_blocks(run: PlannedRun) -> list[Problem]:
         return []
     fitting = divisors(math.gcd(run.model.n_kv_heads, *(size // BLOCK for size in rows.values())))
     rule = (
-        f"cuts rows of {first_few(list(map(str, broken)), 2)} numbers within blocks of {BLOCK}, which "
+        f"splits rows of {first_few(list(map(str, broken)), 2)} elements within blocks of {BLOCK}, which "
         f"share a magnitude in {_KEY} = AdamW8bit"
     )
-    fix = f'it can be {join_or(fitting)}, or {_KEY} "AdamW"'
+    fix = f'set it to {join_or(fitting)}, or {_KEY} to "AdamW"'
     return [run.problem("parallelism.tensor_parallel_degree", rule, fix)]
 
 
 @note
 def moments_notes(run: PlannedRun) -> list[str]:
-    """Tell how many moments have 8 bits, and how much all of them take."""
+    """Note the number of moments in 8 bits and the memory of all moments."""
     sizes = {name: (in_8bit(shape), math.prod(shape)) for name, shape in _trained(run).items()}
     if not sizes:
         return []
@@ -63,7 +62,7 @@ def moments_notes(run: PlannedRun) -> list[str]:
     others, wide = sum(size for _, size in sizes.values()) - small, 2 * _BYTES[run.config.training.dtype]
     total = small * 2 * (1 + 4 / BLOCK) + others * wide
     return [
-        f"{_KEY}: moments of {small:,} parameters have 8 bits, of {others:,} {run.config.training.dtype}: "
-        f"{total / 2**30:.2f} GiB on all ranks together, where AdamW would take "
-        f"{(small + others) * wide / 2**30:.2f}"
+        f"{_KEY}: moments of {small:,} parameters are stored in 8 bits, of {others:,} in "
+        f"{run.config.training.dtype}: {total / 2**30:.2f} GiB over all ranks, compared with "
+        f"{(small + others) * wide / 2**30:.2f} for AdamW"
     ]

@@ -1,4 +1,4 @@
-"""Rules about attention: which back end can do what is asked of it, and what else may surprise."""
+"""Rules for attention backends: what each supports on which device."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _FLASH_KERNEL = ("flash", "varlen")
 _NOT_ON_CPU = {
     "flex": "FlexAttention has no backward on CPU",
     "varlen": "varlen needs the flash kernel of a CUDA device",
-    "flash": "this flash kernel is CUDA's; sdpa takes the CPU's own",
+    "flash": "this flash kernel needs CUDA; sdpa uses the CPU's own",
 }
-_ON_CPU_ALONE = {"blockwise": "blockwise is for CPUs, a GPU has kernels that do not wait for the host"}
+_ON_CPU_ALONE = {"blockwise": "blockwise is for CPUs; GPUs have kernels that do not wait for the host"}
 
 
 def _chooser(run: PlannedRun) -> str:
-    """The key that chose it."""
+    """Return the key that selected the backend."""
     named = run.config.model.attention == "auto" and flavor_attention(run.config.model.flavor or "")
     return "model.flavor" if named else "model.attention"
 
 
 def active_window(run: PlannedRun) -> int | None:
-    """The window of the model, where a sequence of the run is longer."""
+    """Return the model's sliding window, if a sequence of the run is longer."""
     validation = ["validation.seq_len"] if run.config.validation.enable else []
     longest = max(run.config.value(key) for key in ["training.seq_len", *validation])
     window = run.model.sliding_window if run.model else None
@@ -32,24 +32,24 @@ def active_window(run: PlannedRun) -> int | None:
 
 @rule()
 def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
-    """SDPA trains everywhere, the others on some devices."""
+    """Check that the backend supports the device."""
     asked, on_cpu = run.config.model.attention, run.hardware.device == "cpu"
     reason = _NOT_ON_CPU.get(asked) if on_cpu else _ON_CPU_ALONE.get(asked)
     if reason is None:
         return []
-    fix = 'set it to "auto", which is what suits the device, or to "sdpa"'
+    fix = 'set it to "auto", which selects by device, or to "sdpa"'
     return [run.problem("model.attention", reason, fix)]
 
 
 @rule()
 def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
-    """The flash kernel takes no mask; varlen is the same kernel, told where documents begin."""
+    """Check that documents are masked: flash supports no mask, varlen is the same kernel with boundaries."""
     if run.hardware.device == "cpu" or run.attention != "flash" or not run.config.data.document_mask:
         return []
     return [
         run.problem(
             "model.attention",
-            "the flash kernel takes no mask: with data.document_mask documents would see one another",
+            "the flash kernel supports no mask: documents would attend to one another",
             'set it to "varlen", or data.document_mask = false',
         )
     ]
@@ -57,7 +57,7 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
-    """FlexAttention, and what inductor compiles, are kernels of Triton on a GPU."""
+    """Check that Triton kernels, of FlexAttention and inductor on GPUs, can be compiled."""
     compiling = run.config.compile
     users = {
         "compile.enable": compiling.enable and compiling.backend == "inductor",
@@ -69,12 +69,12 @@ def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
     if run.hardware.device == "cpu" or key is None or lacks is None:
         return []
     without = 'compile.enable = false, model.attention = "sdpa" and training.fused_parts = []'
-    return [run.problem(key, lacks, f"install gcc, or name a compiler in CC; or set {without}")]
+    return [run.problem(key, lacks, f"install gcc, or set CC to a compiler; or set {without}")]
 
 
 @rule()
 def attention_takes_window(run: PlannedRun) -> list[Problem]:
-    """The flash kernel takes no mask, as a window is one; varlen is the same kernel, told of it."""
+    """Check that a sliding window is supported: flash has none, varlen is the same kernel with one."""
     window = active_window(run)
     if run.hardware.device == "cpu" or run.attention != "flash" or window is None:
         return []
@@ -85,19 +85,20 @@ def attention_takes_window(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def attention_takes_precision(run: PlannedRun) -> list[Problem]:
-    """The flash kernel multiplies in 16 bits only."""
+    """Check that the flash kernel runs in bfloat16."""
     choice = run.attention
     if run.hardware.device == "cpu" or choice not in _FLASH_KERNEL or run.precision == "bfloat16":
         return []
     fix = 'set model.attention = "flex" or "sdpa"'
     if run.hardware.native_bf16:
         fix = f'set training.mixed_precision_param = "bfloat16", or {fix[4:]}'
-    return [run.problem(_chooser(run), f"{choice} computes in bfloat16, this run in float32", fix)]
+    rule = f"{choice} computes in bfloat16, while this run computes in float32"
+    return [run.problem(_chooser(run), rule, fix)]
 
 
 @rule()
 def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
-    """Kernels are made for some sizes of a head."""
+    """Check that the backend supports the head dimension."""
     if run.model is None or run.hardware.device == "cpu":
         return []
     head_dim, choice = run.model.head_dim, run.attention
@@ -109,24 +110,26 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
     }.get(choice)
     if not limit:
         return []
-    rule = f"{choice} needs heads of {limit} dimensions, these have {head_dim}"
+    rule = f"{choice} needs a head_dim of {limit}, not {head_dim}"
     return [run.problem(_chooser(run), rule, 'set model.attention = "sdpa", or change model.head_dim')]
 
 
 @note
 def attention_notes(run: PlannedRun) -> list[str]:
-    """Tell what becomes of a choice that was made otherwise than here, and of one that is dear."""
-    model, named = run.config.model, flavor_attention(run.config.model.flavor or "")
+    """Note a backend other than the flavor's, and one that needs much memory."""
+    model, flavors = run.config.model, flavor_attention(run.config.model.flavor or "")
     choice = run.attention
-    said = []
-    if named and choice != named:
-        why = _NOT_ON_CPU[named] if model.attention == "auto" else "model.attention goes before it"
-        said.append(f"model.flavor {model.flavor} names {named} attention, this run takes {choice}: {why}")
+    messages = []
+    if flavors and choice != flavors:
+        why = _NOT_ON_CPU[flavors] if model.attention == "auto" else "model.attention overrides it"
+        messages.append(
+            f"model.flavor {model.flavor} selects {flavors} attention, but this run uses {choice}: {why}"
+        )
     masked = ["the documents"] if run.config.data.document_mask else []
     masked += ["the model's window"] if active_window(run) else []
     if run.hardware.device != "cpu" and choice == "sdpa" and masked:
-        said.append(
-            f"model.attention sdpa keeps a dense mask of seq_len² bytes a sample for {' and '.join(masked)}, "
-            "and has no flash kernel for it; flex and varlen need neither"
+        messages.append(
+            "model.attention sdpa needs a dense mask of seq_len² bytes per sample for "
+            f"{' and '.join(masked)}, and no flash kernel supports it; flex and varlen need no dense mask"
         )
-    return said
+    return messages

@@ -1,4 +1,4 @@
-"""Rules about a classifier's head and its data."""
+"""Rules for a classification head and its data."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _TABLE = "finetune.classification"
 
 
 @rule()
-def classes_fit(run: PlannedRun) -> list[Problem]:
-    """There are two classes or more, each of a name of its own."""
+def classes_valid(run: PlannedRun) -> list[Problem]:
+    """Check that there are at least two classes with unique names."""
     options = run.config.finetune.classification
     count, names = options.num_labels, options.label_names
     if count == 1:
-        rule = "a classifier has two classes or more"
-        return [run.problem(f"{_TABLE}.num_labels", rule, "set it to at least 2, or leave it out")]
+        rule = "a classifier has at least two classes"
+        return [run.problem(f"{_TABLE}.num_labels", rule, "set it to at least 2, or remove it")]
     if not count or not names:
         return []
     if len(names) != count:
-        rule = f"names {len(names)} classes, and {_TABLE}.num_labels is {count}"
-        return [run.problem(f"{_TABLE}.label_names", rule, "name each class once, in order")]
+        rule = f"has {len(names)} names, but {_TABLE}.num_labels is {count}"
+        return [run.problem(f"{_TABLE}.label_names", rule, "list each class once, in order")]
     doubled = next((name for name, times in Counter(names).items() if times > 1 or not name), None)
     if doubled is None:
         return []
-    rule = f"{doubled!r} is the name of no single class"
-    return [run.problem(f"{_TABLE}.label_names", rule, "name each class once, in order")]
+    rule = f"{doubled!r} is not unique" if doubled else "contains an empty name"
+    return [run.problem(f"{_TABLE}.label_names", rule, "list each class once, in order")]
 
 
 @rule()
 def classifier_reads_labels(run: PlannedRun) -> list[Problem]:
-    """A classifier reads rows of a text and a label."""
+    """Check that a classifier's corpora have rows of text and label."""
     if not run.config.finetune.classification.num_labels:
         return []
-    rule = "a classifier is trained on rows of a text and a label"
+    rule = "a classifier needs rows with a text and a label"
     keys = {corpus.format_key for corpus in corpora(run.config) if corpus.format != "text"}
     fix = f"remove it, or set {_TABLE}.num_labels = 0"
     return [run.problem(key, rule, fix) for key in sorted(keys)]
@@ -45,7 +45,7 @@ def classifier_reads_labels(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
-    """Options of the vocabulary's head are set in vain."""
+    """Check that no option of the language model head is set."""
     if not run.config.finetune.classification.num_labels:
         return []
     asked = {
@@ -58,30 +58,32 @@ def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
     asked |= {
         f"{BASE_CORPUS}.{name}": (
             run.config.validation.enable and getattr(run.config.validation.base_corpus, name) is not None,
-            "gives no next token a probability",
+            "has no next-token probabilities",
         )
         for name in ("dataset", "dataset_path")
     }
     return [
-        run.problem(key, f"a classifier {why}", "leave it out") for key, (set_, why) in asked.items() if set_
+        run.problem(key, f"a classifier {why}", "remove it") for key, (set_, why) in asked.items() if set_
     ]
 
 
 @rule()
 def hugging_face_has_no_hidden_layers(run: PlannedRun) -> list[Problem]:
-    """A folder is written that transformers reads."""
+    """Check that an exported folder can be read by transformers."""
     options, sizes = run.config.checkpoint, run.config.finetune.classification.hidden_sizes
     if not sizes or not (options.last_save_in_hf or options.hf_export_interval is not None):
         return []
     key = "checkpoint.last_save_in_hf" if options.last_save_in_hf else "checkpoint.hf_export_interval"
-    rule = "the classifiers of Hugging Face have no hidden layers before the scores"
-    return [run.problem(f"{_TABLE}.hidden_sizes", rule, f"leave it out, or {key}")]
+    rule = "Hugging Face's classifiers have no hidden layers before the scores"
+    return [run.problem(f"{_TABLE}.hidden_sizes", rule, f"remove it, or {key}")]
 
 
 @note
 def classification_notes(run: PlannedRun) -> list[str]:
-    """Texts of a row see one another without a document mask."""
+    """Note that texts of a row attend to one another without a document mask."""
     data = run.config.data
     if not run.config.finetune.classification.num_labels or data.document_mask or not data.packing:
         return []
-    return ["data.document_mask = false: a text of a row sees those before it, and so does its class"]
+    return [
+        "data.document_mask = false: each text attends to those before it in its row, which affects its class"
+    ]

@@ -1,4 +1,4 @@
-"""Rules about what is chosen of a corpus: columns, a subset, a split."""
+"""Rules for the choice of columns, subset and split of a corpus."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
 
 @rule()
 def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
-    """A shell hands a backslash and an n on as they are, and each document would have them in its text."""
+    r"""Check that a template contains no literal ``\n``, which a shell does not convert to a line end."""
     columns = {corpus.column_key: corpus.text_column for corpus in corpora(run.config)}
     fix = "write $'{a}\\n{b}' in the shell, or set it in the file, between double quotes"
     return [
         run.problem(
-            key, f"it holds {found[0]} as two characters, not the line end or the tab that is meant", fix
+            key, f"contains {found[0]} as two characters, not the line end or tab that is probably meant", fix
         )
         for key, column in columns.items()
         if (found := _ESCAPE.search(column))
@@ -31,30 +31,30 @@ def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dataset_choices_act(run: PlannedRun) -> list[Problem]:
-    """A subset or a split chooses from what has several: a dataset of the hub, or a folder with splits."""
+    """Check that a subset or split is set only for a dataset of the Hub or a folder that has some."""
     problems = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
         if isinstance(opened, DataError):
-            continue  # another rule says what is wrong
+            continue  # another rule reports it
         for choice in sorted({"subset", "split"} - opened.choices):
             key = f"{corpus.table}.dataset_{choice}"
             field = find_field(key)
             if field and run.config.value(key) != field.default:
                 what = repr(corpus.dataset_path or corpus.dataset)
-                fix = f"remove it, or name in place of {what} what has a {choice}, such as allenai/c4"
-                problems.append(run.problem(key, f"{what} has no {choice} to choose", fix))
+                fix = f"remove it, or instead of {what} use a dataset with a {choice}, such as allenai/c4"
+                problems.append(run.problem(key, f"{what} has no {choice} to select", fix))
     return problems
 
 
 @rule()
 def text_column_acts(run: PlannedRun) -> list[Problem]:
-    """JSON, Parquet and datasets have columns; the shipped corpora and .txt files have none to name."""
+    """Check that text_column applies to a corpus with columns: included corpora and .txt files have none."""
     config, readers = run.config, defaultdict(list)
     for corpus in corpora(config):
         readers[corpus.column_key].append(corpus)
     return [
-        run.problem(key, "no text that it is for has columns", "remove it")
+        run.problem(key, "no corpus that it applies to has columns", "remove it")
         for key, read_by in readers.items()
         if config.value(key) != "text"
         and not any(corpus.shape is None and _has_columns(run, corpus) for corpus in read_by)
@@ -64,5 +64,5 @@ def text_column_acts(run: PlannedRun) -> list[Problem]:
 def _has_columns(run: PlannedRun, corpus: CorpusOptions) -> bool:
     if corpus.dataset_path is None:
         return corpus.dataset not in EMBEDDED
-    source = run.opened[corpus.table]  # of an error another rule tells
+    source = run.opened[corpus.table]  # another rule reports an error
     return isinstance(source, DataError) or any(kind(path) != "text" for path in source.files)

@@ -1,5 +1,4 @@
-"""Rules about the folders that a run writes, and the corpora that it reads: of the training, of a mixture and
-of the validation alike."""
+"""Rules for output folders, and for the corpora of training, mixtures and validation."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
 @rule()
 def folders_writable(run: PlannedRun) -> list[Problem]:
-    """The run can create the folders that it writes to."""
+    """Check that the run can create the folders that it writes to."""
     config = run.config
     folders = {"job.dump_folder": config.job.dump_folder}
     cache = local_cache(config.data.cache_folder)
-    if not (cache / "tokens").is_dir():  # else it may have all
+    if not (cache / "tokens").is_dir():  # else it may already have all tokens
         folders["data.cache_folder"] = str(cache)
     if config.checkpoint.enable and isinstance(run.checkpoints, Path):
         folders["checkpoint.folder"] = str(run.checkpoints)
@@ -58,59 +57,56 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
     for key in ("metrics.prometheus_file", "job.save_config_file"):
         if file := config.value(key):
             folders[key] = str(expand_user(file, inside=run.dump_folder).parent)
-    if config.compile.enable and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # which goes before it
+    if config.compile.enable and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # which overrides it
         folders["compile.cache_folder"] = config.compile.cache_folder
     problems: dict[Path, Problem] = {}
     for key, folder in folders.items():
         rule, fix = _unusable(folder)
-        place = expand_user(folder).absolute()
-        if rule and problems.keys().isdisjoint([place, *place.parents]):  # of an outer one it is told
-            problems[place] = run.problem(key, rule, fix)
+        path = expand_user(folder).absolute()
+        if rule and problems.keys().isdisjoint([path, *path.parents]):  # an outer folder is already reported
+            problems[path] = run.problem(key, rule, fix)
     return list(problems.values())
 
 
 @rule()
-def saved_config_has_a_name(run: PlannedRun) -> list[Problem]:
-    """The copy of the config is a file, and none of those that the run writes otherwise."""
+def saved_config_name_usable(run: PlannedRun) -> list[Problem]:
+    """Check that the copy of the config does not overwrite a folder or another file of the run."""
     key = "job.save_config_file"
     if not (name := run.config.job.save_config_file):
         return []
     path = expand_user(name, inside=run.dump_folder)
     if path.is_dir():
-        return [run.problem(key, f"{path} is a folder", "name a file, such as my_config.toml")]
+        return [run.problem(key, f"{path} is a folder", "use a file name, such as my_config.toml")]
     if path.name in _RUN_FILES and path.parent.resolve() == run.dump_folder.resolve():
-        return [run.problem(key, "is a file that the run itself writes", "give it another name")]
+        return [run.problem(key, "is a file that the run itself writes", "use another name")]
     return []
 
 
 def _unusable(folder: str) -> tuple[str, str]:
-    """Why a folder cannot be written to or made, and what to do; "" where it can."""
-    place = expand_user(folder).absolute()
+    """Return why a folder cannot be created or written to and how to fix it, or empty strings."""
+    path = expand_user(folder).absolute()
     if not folder:
-        return "the name of the folder is empty", 'name a folder; "." is the present one'
+        return "the folder name is empty", 'set a folder; "." is the current one'
     if str(expand_user(folder)).startswith("~"):
-        return f"there is no user {Path(folder).parts[0][1:]}, whose folder ~ would be", "name a folder"
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
-        return f"{place} is not a folder", "name another folder"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return (
-            f"{place} cannot be written to",
-            "name another folder, or give this user permission to write there",
-        )
+        return f"there is no user {Path(folder).parts[0][1:]} whose home folder ~ could mean", "set a folder"
+    while not os.path.lexists(path):
+        path = path.parent
+    if not path.is_dir():
+        return f"{path} is not a folder", "use another folder"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"{path} is not writable", "use another folder, or give this user permission to write there"
     return "", ""
 
 
 @rule(DataError)
 def corpus_readable(run: PlannedRun) -> list[Problem]:
-    """Each corpus is there and has the column, or the columns of the template."""
+    """Check that each corpus exists and has the needed columns."""
     problems = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
         found = problem_of(opened, corpus.dataset_path) if isinstance(opened, DataError) else None
         if found and corpus.dataset_path is None and corpus.dataset in EMBEDDED:
-            fix = f"set {corpus.table}.dataset_path: {corpus.dataset}, which is shipped, is plain text"
+            fix = f"set {corpus.table}.dataset_path: the included {corpus.dataset} is plain text"
             found = replace(found, fix=fix if found.key != "columns" else f"{fix}; or another data.format")
         if found and found.key == "text_column":
             fix = found.fix.replace("data.text_column", corpus.column_key)
@@ -130,8 +126,8 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
 
 
 @rule(DataError)
-def idle_datasets_exist(run: PlannedRun) -> list[Problem]:
-    """A name that no corpus has is wrong, too, where the corpus is not read."""
+def unused_dataset_names_exist(run: PlannedRun) -> list[Problem]:
+    """Check names of corpora even where the run does not read them."""
     config, problems = run.config, []
     read = {corpus.table for corpus in corpora(config)}
     for table in ("training", "validation"):
@@ -145,55 +141,53 @@ def idle_datasets_exist(run: PlannedRun) -> list[Problem]:
 
 @note
 def corpora_notes(run: PlannedRun) -> list[str]:
-    """Names that stand for other text than they say, names that are not looked at, and what is left out of a
-    folder."""
-    said = []
+    """Note names that are aliases or overridden, and files that are skipped."""
+    messages = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
         notes = () if isinstance(opened, DataError) else opened.notes
-        said += [f"{corpus.table}.dataset_path {note}" for note in notes]
+        messages += [f"{corpus.table}.dataset_path {note}" for note in notes]
         key = f"{corpus.table}.dataset"
         field = find_field(key)
         if corpus.dataset_path is None and corpus.dataset in STAND_INS:
             name = STAND_INS[corpus.dataset]
-            said.append(
-                f"{key} {corpus.dataset} is not C4 here but a stand-in: the books that are shipped, whose "
-                f"own name is {name}; C4 itself is c4"
+            messages.append(
+                f"{key} {corpus.dataset} is not C4 here but a stand-in, the included books (also named "
+                f"{name}); the name of C4 itself is c4"
             )
         elif corpus.dataset_path is not None and field and run.config.value(key) != field.default:
             where = run.config.origin(key)
-            said.append(f"{key} {corpus.dataset} ({where}) gives way to {corpus.table}.dataset_path")
-    return said
+            messages.append(f"{key} {corpus.dataset} ({where}) is overridden by {corpus.table}.dataset_path")
+    return messages
 
 
 @rule(DataError)
 def corpus_small_enough(run: PlannedRun) -> list[Problem]:
-    """A run itself tokenises no more text than data.max_inline_gb.
+    """Check that a run tokenizes no more text than data.max_inline_gb by itself.
 
-    Files whose hashes are remembered may be tokenised already, and a dataset of the hub says how large it is
-    when it is asked: both are looked at when the run opens its corpora.
-    """
+    Files with known hashes may already be tokenized, and the size of a dataset on the Hub is unknown before
+    it is opened: both are checked when the run opens its corpora."""
     config = run.config
     limit = config.data.max_inline_gb * 1e9
     root = local_cache(config.data.cache_folder)
-    kept = [at for at in run.opened if at != "training" or not config.data.streaming]
-    largest = max((_unread_bytes(run.opened[table], root) for table in kept), default=0)
+    cached = [table for table in run.opened if table != "training" or not config.data.streaming]
+    largest = max((_unread_bytes(run.opened[table], root) for table in cached), default=0)
     problem = too_large(largest, limit, shlex.join(_flags(config)))
     return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []
 
 
 def _unread_bytes(source: Corpus | DataError, root: Path) -> int:
-    """About how much text a corpus has of which no hash is remembered; 0 where that cannot be said."""
+    """Estimate the bytes of a corpus without a known hash; 0 if that is unknown."""
     if isinstance(source, DataError):
         return 0
     try:
         return source.n_text_bytes if unread(source, root) else 0
     except (DataError, OSError):
-        return 0  # another rule says what is wrong
+        return 0  # another rule reports it
 
 
 def _flags(config: Config) -> Iterator[str]:
-    """The words that name the config, and what of it the command line changed that concerns corpora."""
+    """Return flags for the config file and for command-line overrides that affect corpora."""
     if config.job.config_file:
         yield from ("--job.config_file", config.job.config_file)
     for field in config.present_fields():

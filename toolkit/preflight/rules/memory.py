@@ -1,4 +1,4 @@
-"""Rules about activation checkpointing, and about torch.compile."""
+"""Rules for activation checkpointing and torch.compile."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TABLE = "activation_checkpoint"
 _STRIDE = f"{_TABLE}.selective_ac_option"
 _RECOMPUTES = ("selective", "full")
 _CHOOSING = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
-"""Back ends of torch that choose what a forward keeps for its backward."""
+"""Backends of torch that choose which activations forward saves."""
 _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexcept")
-"""Those that can train; others come with packages that announce them."""
+"""Backends that can train; packages may register others as entry points."""
 
 
 @rule()
 def selective_checkpointing(run: PlannedRun) -> list[Problem]:
-    """``selective_ac_option`` is a stride over blocks, or by operator."""
+    """Check that ``selective_ac_option`` is a stride over blocks or op."""
     stride = run.config.activation_checkpoint.selective_ac_option
     if stride == "op" or (is_number(stride) and int(stride) >= 1):
         return []
@@ -33,22 +33,22 @@ def selective_checkpointing(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def checkpointing_debug(run: PlannedRun) -> list[Problem]:
-    """torch finds the operation that differs with a context of its own, in place of the chosen one."""
+    """Check that debugging does not meet a context of its own: torch finds the operator with another one."""
     options, key = run.config.activation_checkpoint, f"{_TABLE}.debug"
     if not options.debug or options.mode not in _RECOMPUTES:
         return []
     if run.config.compile.blocks:
-        fix = "set compile.enable = false while you look for the operation"
-        return [run.problem(key, "torch does not offer it for compiled blocks", fix)]
+        fix = "set compile.enable = false while you look for the operator"
+        return [run.problem(key, "torch does not support it for compiled blocks", fix)]
     if options.by_operator:
-        rule = 'torch does not offer it for selective_ac_option = "op"'
-        return [run.problem(key, rule, f'set {_TABLE}.mode = "full" while you look for the operation')]
+        rule = 'torch does not support it for selective_ac_option = "op"'
+        return [run.problem(key, rule, f'set {_TABLE}.mode = "full" while you look for the operator')]
     return []
 
 
 @rule()
-def dropout_is_computed_again(run: PlannedRun) -> list[Problem]:
-    """A block that is computed again drops what its forward has dropped."""
+def dropout_recomputed_identically(run: PlannedRun) -> list[Problem]:
+    """Check that a recomputed block drops the same elements as its forward."""
     options, tuning, key = (
         run.config.activation_checkpoint,
         run.config.finetune,
@@ -56,49 +56,50 @@ def dropout_is_computed_again(run: PlannedRun) -> list[Problem]:
     )
     if options.preserve_rng_state or tuning.adapter != "lora" or not tuning.lora.dropout:
         return []
-    rule = f"finetune.lora.dropout = {tuning.lora.dropout} would drop other numbers when a block is computed "
-    rule += "again than in its forward, and gradients would be wrong"
+    rule = f"finetune.lora.dropout = {tuning.lora.dropout} would drop other elements in a recomputed block "
+    rule += "than in its forward, and gradients would be wrong"
     return [run.problem(key, rule, "remove it, or set finetune.lora.dropout = 0")]
 
 
 @rule()
 def memory_budget_needs(run: PlannedRun) -> list[Problem]:
-    """It is torch.compile that keeps to the budget, for what it compiles, and matplotlib that draws."""
+    """Check that blocks are compiled, since torch.compile applies the budget, and that matplotlib can
+    plot."""
     compiling, key = run.config.compile, f"{_TABLE}.mode"
     if run.config.activation_checkpoint.mode != "memory_budget":
         return []
     if not compiling.enable or "model" not in compiling.components:
         off = "compile.enable is false" if not compiling.enable else 'compile.components lacks "model"'
         fix = f'set compile.enable = true with "model" in compile.components, or {key} = "selective"'
-        return [run.problem(key, f"torch.compile chooses what blocks keep, and {off}", fix)]
+        return [run.problem(key, f"torch.compile chooses what blocks save, and {off}", fix)]
     if compiling.backend in _BACKENDS and compiling.backend not in _CHOOSING:
-        rule = f'compile.backend "{compiling.backend}" does not choose what is kept for backward'
+        rule = f'compile.backend "{compiling.backend}" does not choose what is saved for backward'
         return [run.problem(key, rule, f'set compile.backend = "inductor", or {key} = "selective"')]
     picture = f"{_TABLE}.visualize_memory_budget_pareto"
     if run.config.value(picture) and find_spec("matplotlib") is None:
-        rule = "the package matplotlib, which draws it, is not installed"
+        rule = "needs the package matplotlib, which is not installed"
         return [run.problem(picture, rule, install_command("plot"))]
     return []
 
 
 @rule()
 def compiled_components(run: PlannedRun) -> list[Problem]:
-    """With nothing to compile, compile.enable would do nothing."""
+    """Check that there is something to compile."""
     if not run.config.compile.enable or run.config.compile.components:
         return []
     fix = 'set it to ["model", "loss"], or compile.enable = false'
-    return [run.problem("compile.components", "names nothing to compile", fix)]
+    return [run.problem("compile.components", "is empty, so nothing would be compiled", fix)]
 
 
 @rule()
 def compile_backend(run: PlannedRun) -> list[Problem]:
-    """The back end exists, and has what it needs."""
+    """Check that the backend exists and has what it needs."""
     backend, key = run.config.compile.backend, "compile.backend"
-    known = [*_BACKENDS, *(found.name for found in entry_points(group="torch_dynamo_backends"))]
+    known = [*_BACKENDS, *(entry.name for entry in entry_points(group="torch_dynamo_backends"))]
     if backend not in known:
         near = closest(backend, known)
         fix = f'did you mean "{near}"?' if near else 'set it to "inductor"'
-        return [run.problem(key, f"the back ends are {', '.join(known)}", fix)]
+        return [run.problem(key, f"the backends are {', '.join(known)}", fix)]
     if not run.config.compile.enable:
         return []
     if backend == "cudagraphs" and run.hardware.device != "cuda":
@@ -109,8 +110,8 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
             run.problem(
                 key,
                 lacks,
-                "install g++, or name another in CXX"
-                f"{' (clang++ is here)' if shutil.which('clang++') else ''}; "
+                "install g++, or set CXX to another compiler"
+                f"{' (clang++ is installed)' if shutil.which('clang++') else ''}; "
                 f'{key} = "aot_eager" needs none but is no faster than eager',
             )
         ]
@@ -119,27 +120,27 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def compile_mode(run: PlannedRun) -> list[Problem]:
-    """It is inductor that has modes, and CUDA that has graphs."""
+    """Check that a mode, which only inductor has, is supported."""
     compiling, key = run.config.compile, "compile.mode"
     if compiling.mode == "default" or not compiling.enable:
         return []
     if compiling.backend != "inductor":
-        rule = f"inductor has modes, and compile.backend is {compiling.backend}"
+        rule = f"only inductor has modes, and compile.backend is {compiling.backend}"
         return [run.problem(key, rule, 'set compile.backend = "inductor", or remove it')]
     if compiling.mode == "reduce-overhead" and run.hardware.device != "cuda":
-        return [run.problem(key, "it is CUDA graphs that it takes, which need a CUDA device", "remove it")]
+        return [run.problem(key, "uses CUDA graphs, which need a CUDA device", "remove it")]
     return []
 
 
 @rule()
 def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
-    """Before 2.13 inductor takes what attention on a CPU keeps for its backward for fp32, whatever it is."""
+    """Check for torch 2.13: before, inductor assumes fp32 for what CPU attention saves for backward."""
     compiling, version = run.config.compile, torch_before((2, 13))
     if not compiling.blocks or compiling.backend != "inductor":
         return []
     exact = run.config.training.mixed_precision_param == "float64"
     if version is None or not exact or run.hardware.device != "cpu":
         return []
-    rule = f"inductor compiles attention in float64 on a CPU from torch 2.13 on, this is {version}"
+    rule = f"inductor compiles attention in float64 on a CPU from torch 2.13 on; this is {version}"
     fix = 'set it to "aot_eager", set training.mixed_precision_param = "float32", or install torch 2.13'
     return [run.problem("compile.backend", rule, fix)]

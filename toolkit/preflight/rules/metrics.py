@@ -1,4 +1,4 @@
-"""Rules about metrics and profiling: profiler, memory snapshots, Weights & Biases."""
+"""Rules for metrics and profiling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 @rule()
 def profiler_fits(run: PlannedRun) -> list[Problem]:
-    """A trace and the warm-up before it happen within one period."""
+    """Check that a trace and its warmup fit into one period."""
     options = run.config.profiling
     needed = options.profiler_warmup + options.profiler_active
     if not options.enable_profiling or options.profile_freq >= needed:
@@ -29,31 +29,31 @@ def profiler_fits(run: PlannedRun) -> list[Problem]:
 
 @note
 def metrics_notes(run: PlannedRun) -> list[str]:
-    """Tell of traces that were asked for and will not come."""
+    """Note traces that will not be written."""
     profiling, training = run.config.profiling, run.config.training
     if not profiling.enable_profiling or training.epochs or profiling.profile_freq <= training.steps:
         return []
-    return [f"profiling.profile_freq {profiling.profile_freq}: the {training.steps} steps have no trace"]
+    return [f"profiling.profile_freq {profiling.profile_freq}: no trace within {training.steps} steps"]
 
 
 @rule()
 def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
-    """The textfile collector reads files of one ending."""
+    """Check the file name extension that the textfile collector needs."""
     path = run.config.metrics.prometheus_file
     if path is None or path.endswith(".prom"):
         return []
     return [
         run.problem(
             "metrics.prometheus_file",
-            "node_exporter's textfile collector reads files that end in .prom, and no others",
-            f"name it {path}.prom",
+            "node_exporter's textfile collector only reads files that end in .prom",
+            f"use {path}.prom",
         )
     ]
 
 
 @rule()
 def wandb_ready(run: PlannedRun) -> list[Problem]:
-    """Without its package nothing is sent; without a key wandb would ask on a terminal that ranks lack."""
+    """Check for wandb and its API key, for which it would otherwise prompt on a terminal."""
     key = "metrics.enable_wandb"
     if not run.config.metrics.enable_wandb:
         return []
@@ -64,7 +64,7 @@ def wandb_ready(run: PlannedRun) -> list[Problem]:
     return [
         run.problem(
             key,
-            f"there is no API key for {_wandb_host()}, neither in WANDB_API_KEY nor in netrc",
+            f"there is no API key for {_wandb_host()} in WANDB_API_KEY or netrc",
             'run "wandb login" first, or set WANDB_MODE=offline and "wandb sync" the run later',
         )
     ]

@@ -1,4 +1,4 @@
-"""Rules about Muon, which updates whole matrices."""
+"""Rules for Muon, which updates whole matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _KEY = "optimizer.name"
 
 
 def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
-    """Sizes of the matrices that Muon would update, and how many numbers AdamW; None without it."""
+    """Return the sizes of the matrices that Muon updates and AdamW's number of elements; None without
+    Muon."""
     if run.config.optimizer.name != "Muon" or run.model is None:
         return None
     shapes = all_shapes(run.model, run.config.finetune)
@@ -26,26 +27,26 @@ def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
 
 @rule()
 def some_matrices_are_trained(run: PlannedRun) -> list[Problem]:
-    """There is a weight of a linear layer to update; what an adapter adds is AdamW's."""
+    """Check that some weight of a linear layer is trained; an adapter's parameters use AdamW."""
     updated = _updated(run)
     if updated is None or updated[0]:
         return []
-    rule = "updates weights of the blocks' linear layers, and none is trained: AdamW would have all that is"
-    return [run.problem(_KEY, rule, 'set it to "AdamW", or name weights in finetune.trainable')]
+    rule = "updates weights of the blocks' linear layers, but none is trained: AdamW would update everything"
+    return [run.problem(_KEY, rule, 'set it to "AdamW", or add weights to finetune.trainable')]
 
 
 @rule()
 def muon_steps_after_backward(run: PlannedRun) -> list[Problem]:
-    """A backward updates one parameter at a time; matrices meet in buckets."""
+    """Check that parameters are not updated one by one in backward: Muon gathers matrices in buckets."""
     if run.config.optimizer.name != "Muon" or not run.config.optimizer.early_step_in_backward:
         return []
-    rule = f"{_KEY} = Muon gathers matrices of many units at once, and has no step of one parameter"
-    return [run.problem("optimizer.early_step_in_backward", rule, f'leave it out, or set {_KEY} to "AdamW"')]
+    rule = f"{_KEY} = Muon gathers matrices of many units at once and cannot update a single parameter"
+    return [run.problem("optimizer.early_step_in_backward", rule, f'remove it, or set {_KEY} to "AdamW"')]
 
 
 @note
 def muon_notes(run: PlannedRun) -> list[str]:
-    """Tell what is updated by which."""
+    """Note which parameters Muon and AdamW update."""
     updated = _updated(run)
     if updated is None:
         return []

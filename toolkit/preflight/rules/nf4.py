@@ -1,10 +1,10 @@
-"""Rules about a base in 4 bits, and what a rank keeps of it."""
+"""Rules for a base model in 4 bits (NF4)."""
 
 from __future__ import annotations
 
 import math
 
-from toolkit.config.name_patterns import fits
+from toolkit.config.name_patterns import matches_any
 from toolkit.errors import Problem, divisors, first_few, join_or
 from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
@@ -17,32 +17,32 @@ _BITS = 8 * (NF4_BLOCK // 2 + 4) / NF4_BLOCK
 
 
 def _rows(args: ModelArgs) -> dict[str, int]:
-    """Numbers of a row of each kind of linear layer, by what the configuration calls them."""
+    """Return the row length of each kind of linear layer, by its name in the configuration."""
     return {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.head_dim, "ffn_dim": args.ffn_dim}
 
 
 @rule()
 def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
-    """Before 2.12 fully_shard takes no integers, which a base in 4 bits is. One rank does without."""
+    """Check that fully_shard supports integers, as in NF4, which needs torch 2.12 or a single rank."""
     version, config = torch_before((2, 12)), run.config
     skips = config.parallelism.fsdp_skip_on_one_rank and not config.training.enable_cpu_offload
     skips = skips and run.world_size == 1 and run.hardware.device == "cuda"
     if version is None or skips or not run.config.finetune.quantizes:
         return []
-    rule = f"fully_shard takes bytes from torch 2.12 on, this is {version}"
+    rule = f"fully_shard supports integer weights from torch 2.12 on; this is {version}"
     return [run.problem(_KEY, rule, 'set it to "none", install torch 2.13, or train on one rank')]
 
 
 @rule()
 def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
-    """A row, or the part of one that tp leaves a rank, is whole blocks."""
+    """Check that each row, or each TP shard of one, consists of whole blocks."""
     if not run.config.finetune.quantizes or run.model is None:
         return []
     rows = _rows(run.model)
     broken = [f"{name} = {size}" for name, size in rows.items() if size % NF4_BLOCK]
     if broken:
-        rule = f"{NF4_BLOCK} numbers of a row share a scale, of which {first_few(broken, 3)} is no multiple"
-        return [run.problem(_KEY, rule, 'set it to "none", or take another size of the model')]
+        rule = f"{NF4_BLOCK} elements of a row share a scale, but {first_few(broken, 3)} is not a multiple"
+        return [run.problem(_KEY, rule, 'set it to "none", or use another model size')]
     tp = run.config.parallelism.tensor_parallel_degree
     cut = {name: size for name, size in rows.items() if name != "dim"}
     if all(size % (NF4_BLOCK * tp) == 0 for size in cut.values()):
@@ -50,38 +50,38 @@ def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
     broken = [f"{name} = {size}" for name, size in cut.items() if size % (NF4_BLOCK * tp)]
     fitting = divisors(math.gcd(run.model.n_kv_heads, *(size // NF4_BLOCK for size in cut.values())))
     rule = (
-        f"cuts rows of {first_few(broken, 2)} within blocks of {NF4_BLOCK}, whose numbers share a scale in "
-        f"{_KEY} = nf4"
+        f"splits rows of {first_few(broken, 2)} within blocks of {NF4_BLOCK} elements, which share a scale "
+        f"in {_KEY} = nf4"
     )
-    return [run.problem(_TP, rule, f"it can be {join_or(fitting)}")]
+    return [run.problem(_TP, rule, f"set it to {join_or(fitting)}")]
 
 
 @rule()
 def quantized_is_frozen(run: PlannedRun) -> list[Problem]:
-    """No weight in 4 bits is to be trained."""
+    """Check that no weight in 4 bits is trained."""
     options = run.config.finetune
     if not options.quantizes or run.model is None:
         return []
     weights = {f"{layer}.weight" for layer in linear_layers(run.model)}
     asked = sorted(trained_names(weights, run.model, options))
-    pattern = next((it for it in options.trainable if asked and fits(asked[0], [it])), None)
+    pattern = next((it for it in options.trainable if asked and matches_any(asked[0], [it])), None)
     if pattern is None:
         return []
-    rule = f'"{pattern}" asks for {asked[0]}, which {_KEY} = nf4 keeps in 4 bits: these take no updates'
-    fix = 'name norms, tok_embeddings.weight or output.weight, or set that to "none"'
+    rule = f'"{pattern}" matches {asked[0]}, which {_KEY} = nf4 stores in 4 bits: it cannot be trained'
+    fix = 'use norms, tok_embeddings.weight or output.weight, or set quantize_base to "none"'
     return [run.problem("finetune.trainable", rule, fix)]
 
 
 @note
 def quantized_notes(run: PlannedRun) -> list[str]:
-    """Tell how much is kept in 4 bits, and what an export is made of."""
+    """Note the memory of the weights in 4 bits, and how they are merged."""
     options = run.config.finetune
     if not options.quantizes or run.model is None:
         return []
     shapes = all_shapes(run.model, options)
-    numbers = sum(math.prod(shapes[f"{layer}.weight"]) for layer in linear_layers(run.model))
-    size = numbers * _BITS / 8
+    elements = sum(math.prod(shapes[f"{layer}.weight"]) for layer in linear_layers(run.model))
+    size = elements * _BITS / 8
     return [
-        f"{_KEY}: {numbers:,} frozen parameters are kept in {_BITS:g} bits each, {size / 2**30:.2f} GiB on "
-        "all ranks together; merging adds the adapter to the weights of 16 bits"
+        f"{_KEY}: {elements:,} frozen parameters are stored in {_BITS:g} bits each, {size / 2**30:.2f} GiB "
+        "over all ranks; merging adds the adapter to the original 16-bit weights"
     ]

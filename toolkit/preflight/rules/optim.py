@@ -1,8 +1,8 @@
-"""Rules about the optimizer: what it leaves without decay, and its step in backward."""
+"""Rules for the optimizer: weight decay, and updates during backward."""
 
 from __future__ import annotations
 
-from toolkit.config.name_patterns import idle
+from toolkit.config.name_patterns import unmatched
 from toolkit.errors import Problem, closest, first_few
 from toolkit.finetune.parameters import all_shapes
 from toolkit.preflight.planned_run import PlannedRun, note, rule
@@ -13,12 +13,12 @@ _SHOWN = 8
 
 @rule()
 def no_decay_matches(run: PlannedRun) -> list[Problem]:
-    """A pattern that matches no parameter would leave decayed what its author meant to spare."""
+    """Check that each pattern matches a parameter, which would otherwise decay by mistake."""
     patterns, model = run.config.optimizer.no_decay, run.model
     if model is None:
         return []
     names = list(all_shapes(model, run.config.finetune))
-    # Blocks are alike: the first stands for all.
+    # Blocks are alike: the first represents all.
     kinds = [name for name in names if not name.startswith("layers.") or name.startswith("layers.0.")]
     return [
         run.problem(
@@ -26,54 +26,53 @@ def no_decay_matches(run: PlannedRun) -> list[Problem]:
             f'"{pattern}" matches no parameter',
             _similar(pattern, kinds),
         )
-        for pattern in idle(patterns, names)
+        for pattern in unmatched(patterns, names)
     ]
 
 
 def _similar(pattern: str, kinds: list[str]) -> str:
-    """The names that hold the pattern's words, else the nearest one, else some."""
+    """Suggest names that contain the pattern's words, else the most similar one, else some."""
     words = pattern.replace("*", " ").split()
     near = [name for name in kinds if words and all(word.strip(".").lower() in name for word in words)]
     bare = closest(pattern.replace("*", ""), kinds)
     shown = near or ([bare] if bare else kinds)
-    return f"name parameters such as {first_few(shown, _SHOWN)}; * stands for any characters"
+    return f"use names of parameters such as {first_few(shown, _SHOWN)}; * matches any characters"
 
 
 @rule()
 def early_step_alone(run: PlannedRun) -> list[Problem]:
-    """A parameter that is updated in backward has neither all micro-batches nor the norm of all gradients."""
+    """Check that updates in backward need neither gradient accumulation nor the global gradient norm."""
     training = run.config.training
     if not run.config.optimizer.early_step_in_backward:
         return []
-    without = f"or leave {_EARLY} out"
+    without = f"or remove {_EARLY}"
     problems = []
     if training.max_norm != float("inf"):
-        rule = f"{_EARLY} updates each parameter before the norm of all gradients is known: it cannot clip"
+        rule = f"{_EARLY} updates each parameter before the global gradient norm is known, so it cannot clip"
         problems.append(run.problem("training.max_norm", rule, f"set training.max_norm = inf, {without}"))
     if run.batch and run.mesh and run.batch.accumulation > 1:
         total, local, count, dp = run.batch.total, run.batch.local, run.batch.accumulation, run.mesh.dp
         rule = (
             f"{total} samples = {dp} data-parallel × {local} local × {count} accumulated, but {_EARLY} "
-            "updates in every backward: a step is one micro-batch"
+            "updates in every backward: a step can only be one micro-batch"
         )
         fix = f"set it to {local * dp}, raise training.local_batch_size to {local * count}, {without}"
         problems.append(run.problem("training.global_batch_size", rule, fix))
     if training.enable_cpu_offload:
         rule = (
             f"gradients of an offloaded model are in CPU memory anyway; {_EARLY} would free none on the "
-            "device, and would make backward wait for each update"
+            "device and make backward wait for each update"
         )
-        problems.append(run.problem("training.enable_cpu_offload", rule, "leave one of the two out"))
+        problems.append(run.problem("training.enable_cpu_offload", rule, "remove one of the two"))
     return problems
 
 
 @note
 def optim_notes(run: PlannedRun) -> list[str]:
-    """Tell what does nothing, or less than it promises."""
-    optimizer, said = run.config.optimizer, []
-    if optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:
-        said.append(
-            f"{_EARLY} saves no memory with {run.mesh.dp_replicate} replicas: torch keeps the gradients that "
-            "it has reduced over them until backward ends"
-        )
-    return said
+    """Note options that have less effect than expected."""
+    if run.config.optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:
+        return [
+            f"{_EARLY} saves no memory with {run.mesh.dp_replicate} replicas: torch keeps the gradients "
+            "reduced over them until backward ends"
+        ]
+    return []

@@ -1,4 +1,4 @@
-"""Rules about options that contradict one another, or do nothing."""
+"""Rules for options that contradict one another or have no effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from toolkit.config.schema import Field, fields_by_key
-from toolkit.config.types import ActsWith, Needs, RefusedValues
+from toolkit.config.types import Needs, OnlyWith, UnsupportedValues
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem, join_or
 from toolkit.launcher.environment import node_range
@@ -29,7 +29,7 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "a base corpus": lambda run: run.config.validation.base_corpus.named,
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }
-"""Needs that a run may meet, by the names in marks of the schema."""
+"""Conditions that a run may meet, by the names used in the schema's ``Needs`` marks."""
 
 
 def _reshard(run: PlannedRun) -> bool | int | str:
@@ -38,30 +38,30 @@ def _reshard(run: PlannedRun) -> bool | int | str:
 
 @rule()
 def supported_options(run: PlannedRun) -> list[Problem]:
-    """torchtitan's choices that there are not here."""
+    """Reject torchtitan's values that this toolkit does not support."""
     return [
         run.problem(field.key, mark.reason, f"set {field.name} = {format_toml(field.default)}, the default")
         for field in run.config.present_fields()
         for mark in field.marks
-        if isinstance(mark, RefusedValues) and mark.refuses(run.config.value(field.key))
+        if isinstance(mark, UnsupportedValues) and mark.rejects(run.config.value(field.key))
     ]
 
 
-def _lacking(run: PlannedRun, field: Field) -> list[ActsWith]:
-    """Return the marks of ``field`` of which one would have to hold, those of its switches first."""
+def _lacking(run: PlannedRun, field: Field) -> list[OnlyWith]:
+    """Return marks of ``field`` of which one would have to hold, those of its switches first."""
     lacking = []
     for mark in field.marks:
-        if not isinstance(mark, ActsWith):
+        if not isinstance(mark, OnlyWith):
             continue
         of_switch = _lacking(run, fields_by_key()[mark.switch])
-        if not of_switch and mark.acts(run.config.value(mark.switch)):
+        if not of_switch and mark.is_met(run.config.value(mark.switch)):
             return []
-        lacking += [replace(it, refused=it.refused and mark.refused) for it in of_switch] or [mark]
+        lacking += [replace(it, rejected=it.rejected and mark.rejected) for it in of_switch] or [mark]
     return lacking
 
 
 def _needed(run: PlannedRun, field: Field) -> Needs | None:
-    """Return the first mark of ``field`` that names what the run has not."""
+    """Return the first condition of ``field`` that the run does not meet."""
     needs = (mark for mark in field.marks if isinstance(mark, Needs))
     return next((mark for mark in needs if not _has(run, mark.what)), None)
 
@@ -74,7 +74,7 @@ def _set(run: PlannedRun) -> Iterator[Field]:
     return (field for field in run.config.present_fields() if run.config.value(field.key) != field.default)
 
 
-def _turned_on(run: PlannedRun, mark: ActsWith) -> str:
+def _turned_on(run: PlannedRun, mark: OnlyWith) -> str:
     if isinstance(run.config.value(mark.switch), list):
         return f"add {join_or(map(format_toml, mark.values))} to {mark.switch}"
     return f"set {mark}"
@@ -82,23 +82,23 @@ def _turned_on(run: PlannedRun, mark: ActsWith) -> str:
 
 @rule()
 def options_act(run: PlannedRun) -> list[Problem]:
-    """A key that is set and that nothing reads would be ignored in silence."""
+    """Check that keys which ask for something are read; others are only noted."""
     problems = []
     for field in _set(run):
         default = f"{field.name} = {format_toml(field.default)}, the default"
         lacking = _lacking(run, field)
-        if mark := next((mark for mark in lacking if mark.refused), None):
-            said = f"does nothing with {mark.switch} = {format_toml(run.config.value(mark.switch))}"
-            problems.append(run.problem(field.key, said, f"{_turned_on(run, mark)}, or {default}"))
-        elif not lacking and (need := _needed(run, field)) and need.refused:
+        if mark := next((mark for mark in lacking if mark.rejected), None):
+            rule = f"has no effect with {mark.switch} = {format_toml(run.config.value(mark.switch))}"
+            problems.append(run.problem(field.key, rule, f"{_turned_on(run, mark)}, or {default}"))
+        elif not lacking and (need := _needed(run, field)) and need.rejected:
             fix = f"remove it, or set {default}"
-            problems.append(run.problem(field.key, f"does nothing without {need.what}", fix))
+            problems.append(run.problem(field.key, f"has no effect without {need.what}", fix))
     return problems
 
 
 @note
 def options_notes(run: PlannedRun) -> list[str]:
-    """Name the keys that are set and that nothing reads, by what they would act with."""
+    """Note keys that are set but not read, grouped by the condition they need."""
     idle = defaultdict(list)
     for field in _set(run):
         if lacking := _lacking(run, field):
@@ -106,25 +106,25 @@ def options_notes(run: PlannedRun) -> list[str]:
         elif need := _needed(run, field):
             idle[need.what].append(field.key)
     return [
-        f"{', '.join(keys)} {'do' if len(keys) > 1 else 'does'} nothing without {needed}"
+        f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect without {needed}"
         for needed, keys in idle.items()
     ]
 
 
 @rule()
-def device_is_here(run: PlannedRun) -> list[Problem]:
-    """A run that asks for GPUs does not fall back to the CPU."""
+def device_available(run: PlannedRun) -> list[Problem]:
+    """Check that a run which asks for GPUs has them: it does not fall back to the CPU."""
     if run.config.training.device != "cuda" or run.hardware.device == "cuda":
         return []
-    fix = 'have nvidia-smi show one (driver, PATH, CUDA_VISIBLE_DEVICES), or set it to "auto" or "cpu"'
-    return [run.problem("training.device", "there is no GPU here that nvidia-smi shows", fix)]
+    fix = 'make one visible to nvidia-smi (driver, PATH, CUDA_VISIBLE_DEVICES), or set it to "auto" or "cpu"'
+    return [run.problem("training.device", "nvidia-smi lists no GPU on this machine", fix)]
 
 
 @rule()
 def validation_has_one_length(run: PlannedRun) -> list[Problem]:
-    """How much is validated is said once."""
+    """Check that only one of validation.steps and validation.samples is set."""
     options = run.config.validation
     if not options.enable or options.samples == -1 or options.steps == -1:
         return []
-    rule = "counts the batches of a rank, while validation.samples counts samples of all ranks"
-    return [run.problem("validation.steps", rule, "leave one of the two out")]
+    rule = "counts batches per rank, while validation.samples counts samples over all ranks"
+    return [run.problem("validation.steps", rule, "remove one of the two")]

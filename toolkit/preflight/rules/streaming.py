@@ -1,36 +1,36 @@
-"""Rules about text that is tokenised while it is trained on."""
+"""Rules for text that is tokenized during training."""
 
 from __future__ import annotations
 
-from toolkit.config.schema import added
+from toolkit.config.schema import registry
 from toolkit.errors import Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
 @rule()
 def streams_one_text(run: PlannedRun) -> list[Problem]:
-    """Rows are packed from the text of one corpus, whose length nobody knows."""
+    """Check that the options of the run support one text of unknown length."""
     config = run.config
     if not config.data.streaming:
         return []
     wrong = {
-        "data.mixture": (bool(config.data.mixture), "its parts are drawn by their lengths"),
-        "data.packing": (not config.data.packing, "its rows are filled with documents end to end"),
-        "training.epochs": (bool(config.training.epochs), "its samples are not counted; give training.steps"),
+        "data.mixture": (bool(config.data.mixture), "a mixture needs the lengths of its corpora"),
+        "data.packing": (not config.data.packing, "a stream packs documents end to end"),
+        "training.epochs": (bool(config.training.epochs), "its samples are not counted; set training.steps"),
         "lr_scheduler.decay_type": (
             config.lr_scheduler.decay_type == "step" and config.lr_scheduler.step_size is None,
-            "an epoch, after which the rate falls, is not counted; give lr_scheduler.step_size",
+            "the length of an epoch is not known; set lr_scheduler.step_size",
         ),
         "training.dataset": (
-            config.training.dataset_path is None and config.training.dataset in added("training.dataset"),
+            config.training.dataset_path is None and config.training.dataset in registry("training.dataset"),
             "its rows come from a function, not from files",
         ),
         "finetune.classification.num_labels": (
-            bool(config.finetune.classification.num_labels), "texts with a class do not stream",
+            bool(config.finetune.classification.num_labels), "labeled texts cannot be streamed",
         ),
     }  # fmt: skip
     key = "training.format" if config.training.format is not None else "data.format"
-    wrong[key] = (config.value(key) != "text", "conversations do not stream")
+    wrong[key] = (config.value(key) != "text", "conversations cannot be streamed")
     return [
         run.problem(key, f"data.streaming is on: {why}", "change it, or set data.streaming = false")
         for key, (is_wrong, why) in wrong.items()
@@ -40,17 +40,17 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
 
 @note
 def streaming_notes(run: PlannedRun) -> list[str]:
-    """Tell what streaming costs where no process is given to it, and options that it does not read."""
+    """Note the cost of streaming without workers, and options that it ignores."""
     if not run.config.data.streaming:
         return []
     options = run.config.training.dataloader
-    unread = [
+    ignored = [
         name for name in ("persistent_workers", "prefetch_factor", "pin_memory") if getattr(options, name)
     ]
-    said = [f"training.dataloader.{name} does nothing with data.streaming" for name in unread]
+    messages = [f"training.dataloader.{name} has no effect with data.streaming" for name in ignored]
     if not options.num_workers:
-        said.append(
-            "data.streaming without workers: the ranks wait for each piece of text to be tokenised; "
-            "training.dataloader.num_workers = 1 or more does it beside them"
+        messages.append(
+            "data.streaming without workers: ranks wait while text is tokenized; set "
+            "training.dataloader.num_workers = 1 or more to tokenize in the background"
         )
-    return said
+    return messages

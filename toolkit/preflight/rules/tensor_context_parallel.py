@@ -1,4 +1,4 @@
-"""Rules about tensor and context parallelism: what is cut within a layer and along a sequence."""
+"""Rules for tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PP = "parallelism.pipeline_parallel_degree"
 _ROTATE = "parallelism.context_parallel_rotate_method"
 _ASYNC = "parallelism.enable_async_tensor_parallel"
 _SYMMETRIC_MEMORY = 9.0
-"""Compute capability from which GPUs have the copies between them that async TP is made of."""
+"""Lowest compute capability of GPUs with the direct copies between devices that async TP uses."""
 
 
 @rule()
 def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
-    """A dimension that tp shards has equal shards."""
+    """Check that tensor parallelism divides the sizes of the model evenly."""
     tp, model = run.config.parallelism.tensor_parallel_degree, run.model
     if model is None or tp == 1:
         return []
@@ -34,7 +34,7 @@ def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
     for name in ("vocab_size", "ffn_dim"):
         size = getattr(model, name)
         if size % tp:
-            fix = f"the nearest size that does is model.{name} = {_nearest_size(name, size, tp)}"
+            fix = f"the nearest size that fits is model.{name} = {_nearest_size(name, size, tp)}"
             problems.append(run.problem(_TP, f"must divide {name}, which is {size}", fix))
     return problems
 
@@ -46,28 +46,28 @@ def _nearest_size(name: str, size: int, tp: int) -> int:
 
 @rule()
 def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
-    """Matmuls that overlap their communication are made by the compiler, of copies between GPUs."""
+    """Check that async TP, which inductor generates, has a compiler and GPUs that support it."""
     options, compiling = run.config.parallelism, run.config.compile
     if not options.enable_async_tensor_parallel or options.tensor_parallel_degree == 1:
         return []
     if run.hardware.capability < _SYMMETRIC_MEMORY:
         rule = (
-            f"needs GPUs that read one another's memory over NVLink, of compute capability "
+            f"needs GPUs with direct memory access over NVLink and compute capability "
             f"{_SYMMETRIC_MEMORY} or above; this is {run.hardware.name}"
         )
-        return [run.problem(_ASYNC, rule, "remove it: the same is computed without overlap")]
+        return [run.problem(_ASYNC, rule, "remove it: the results are the same without overlap")]
     if not compiling.enable or "model" not in compiling.components:
         fix = 'set compile.enable = true with "model" in compile.components, or remove it'
-        return [run.problem(_ASYNC, "the compiler makes it, and the model is not compiled", fix)]
+        return [run.problem(_ASYNC, "needs a compiled model, and the model is not compiled", fix)]
     if compiling.backend != "inductor":
         fix = 'set compile.backend = "inductor", or remove it'
-        return [run.problem(_ASYNC, f"inductor makes it, and compile.backend is {compiling.backend}", fix)]
+        return [run.problem(_ASYNC, f"needs inductor, and compile.backend is {compiling.backend}", fix)]
     return []
 
 
 @rule()
 def sequence_divides(run: PlannedRun) -> list[Problem]:
-    """Context parallelism cuts a sequence into equal pieces, and tp cuts each of them again."""
+    """Check that context parallelism, and tensor parallelism within it, divide the sequence evenly."""
     options = run.config.parallelism
     cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
     balanced = options.context_parallel_load_balancer is not None and cp > 1
@@ -89,7 +89,7 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
-    """A ring adds up parts of attention, for which only the flash kernel says what it needs to know."""
+    """Check that ring attention, which needs the flash kernel's log-sum-exp, can use that kernel."""
     if not _takes_ring(run):
         return []
     from toolkit.preflight.rules.attention import active_window
@@ -100,22 +100,22 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
         (choice not in ("sdpa", "flash", "blockwise"), f"is not {choice}", 'model.attention = "flash"'),
         (
             on_gpu and run.precision != "bfloat16",
-            "computes in bfloat16, this run in float32",
+            "computes in bfloat16, while this run computes in float32",
             'training.mixed_precision_param = "bfloat16"',
         ),
         (
             on_gpu and (head_dim % 8 > 0 or head_dim > 256),
-            f"needs heads of a multiple of 8, at most 256 dimensions, these have {head_dim}",
+            f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}",
             "another model.head_dim",
         ),
         (
             window is not None,
-            f"has no window, and the model's, of {window} tokens, is shorter than a sequence",
+            f"has no sliding window, and the model's, {window} tokens, is shorter than a sequence",
             f"training.seq_len to {window} or less",
         ),
     ]
     return [
-        run.problem(_ROTATE, f"a ring takes the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
+        run.problem(_ROTATE, f"a ring uses the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
         for wrong, why, fix in misfits
         if wrong
     ]
@@ -128,29 +128,29 @@ def _takes_ring(run: PlannedRun) -> bool:
 
 @note
 def tensor_notes(run: PlannedRun) -> list[str]:
-    """Layouts that work and are slow, and what is computed otherwise than asked."""
-    options, said = run.config.parallelism, []
-    tp, here = options.tensor_parallel_degree, _ranks_of_a_node()
-    if here and tp > here:
-        said.append(
-            f"{_TP} {tp} is more than the {here} ranks of a node: every block waits four times for the "
-            f"network between nodes; {_CP} and {_PP} ask less of it"
+    """Note layouts that work but are slow, and options that have no effect."""
+    options, messages = run.config.parallelism, []
+    tp, ranks_per_node = options.tensor_parallel_degree, _ranks_per_node()
+    if ranks_per_node and tp > ranks_per_node:
+        messages.append(
+            f"{_TP} {tp} is more than the {ranks_per_node} ranks of a node: every block waits four times for "
+            f"the network between nodes; {_CP} and {_PP} communicate less"
         )
     if tp > 1 and options.disable_loss_parallel:
-        said.append(
+        messages.append(
             f"parallelism.disable_loss_parallel gathers all logits on each of {tp} ranks, which then compute "
-            "the same loss; without it three numbers a token are exchanged"
+            "the same loss; without it only three values per token are exchanged"
         )
     ring = options.context_parallel_rotate_method == "alltoall" and options.context_parallel_degree > 1
     if ring and not _takes_ring(run):
-        said.append(
-            f'{_ROTATE} = "alltoall" gathers, as "allgather" does: a ring takes the flash kernel, which '
-            "on CUDA has no mask for documents; data.document_mask = false has a ring"
+        messages.append(
+            f'{_ROTATE} = "alltoall" gathers, as "allgather" does: a ring uses the flash kernel, which '
+            "on CUDA supports no document mask; use data.document_mask = false for a ring"
         )
-    return said
+    return messages
 
 
-def _ranks_of_a_node() -> int | None:
-    """As torchrun says, or who asks for a launch: this machine may not be one of the run's."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NGPU", "")
-    return int(said) if is_number(said) else None
+def _ranks_per_node() -> int | None:
+    """Return the number set by torchrun or by the user for a launch, which may run on other machines."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NGPU", "")
+    return int(text) if is_number(text) else None

@@ -1,4 +1,4 @@
-"""Rules about weights from and for Hugging Face, as far as config.json and the headers of files tell."""
+"""Rules for Hugging Face weights, based on config.json and file headers."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _SHOWN = 4
 
 @rule()
 def weights_options_act(run: PlannedRun) -> list[Problem]:
-    """Options of weights from or for Hugging Face go together."""
+    """Check that options for loading and exporting Hugging Face folders go together."""
     options, problems = run.config.checkpoint, []
     if options.initial_load_in_hf and not options.initial_load_model_only:
-        rule = "a Hugging Face folder has only weights, no optimizer, step and data position"
+        rule = "a Hugging Face folder contains only weights, not the optimizer, step and data position"
         fix = "set checkpoint.initial_load_model_only = true"
         problems.append(run.problem("checkpoint.initial_load_model_only", rule, fix))
     if options.initial_load_in_hf and "model" in options.exclude_from_loading:
-        rule = "a Hugging Face folder has nothing beside the model"
-        fix = "leave model out of it, or set checkpoint.initial_load_in_hf = false"
+        rule = "a Hugging Face folder contains only the model"
+        fix = "remove model from it, or set checkpoint.initial_load_in_hf = false"
         problems.append(run.problem("checkpoint.exclude_from_loading", rule, fix))
     every = options.hf_export_interval
     if every and every % options.interval:
-        rule = f"must be a multiple of checkpoint.interval, which is {options.interval}: it comes from a save"
+        rule = f"must be a multiple of checkpoint.interval, which is {options.interval}: exports follow saves"
         near = options.interval * -(-every // options.interval)
         problems.append(run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}"))
     if options.push_to_hub is not None:
@@ -50,10 +50,10 @@ def weights_options_act(run: PlannedRun) -> list[Problem]:
 
 
 def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
-    """Why nothing could be uploaded."""
+    """Describe why the export could not be uploaded."""
     key = "checkpoint.push_to_hub"
     if not _REPOSITORY.fullmatch(repository):
-        return [run.problem(key, "is no name of a model on the Hub", 'write it as "user/name"')]
+        return [run.problem(key, "is not a repository name of the Hub", 'write it as "user/name"')]
     if find_spec("huggingface_hub") is None:
         return [run.problem(key, "the package huggingface_hub is not installed", install_command("hf"))]
     return []
@@ -61,7 +61,7 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 
 @note
 def weights_notes(run: PlannedRun) -> list[str]:
-    """Another folder is read than the one that is named, or not all of it."""
+    """Note if another folder is read than the one given, or not all of it."""
     start = run.start
     path = run.config.checkpoint.initial_load_path
     if start.weights is None:
@@ -69,8 +69,8 @@ def weights_notes(run: PlannedRun) -> list[str]:
     notes = [*_other_classes(run, start.weights), *_no_dropout(start.weights), *_ignored(start.weights)]
     if path and start.weights != expand_user(path):
         notes.append(
-            f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder that its run "
-            f"wrote at that step is read, {start.weights}"
+            f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder {start.weights}, "
+            "which its run exported at that step, is loaded"
         )
     return notes
 
@@ -79,47 +79,47 @@ def _no_dropout(folder: Path) -> list[str]:
     try:
         asked = read_object(folder / CONFIG).get("attention_dropout")
     except DataError:
-        return []  # another rule tells
+        return []  # another rule reports it
     if not asked:
         return []
-    return [f"{folder / CONFIG} has attention_dropout {asked}: here attention drops nothing in training"]
+    return [f"{folder / CONFIG} has attention_dropout {asked}, which is not applied in training here"]
 
 
 def _ignored(folder: Path) -> list[str]:
     try:
-        _, said = model_entries(folder, read_hf_config(folder))
+        _, message = model_entries(folder, read_hf_config(folder))
     except DataError:
-        return []  # another rule tells
-    return [said] if said else []
+        return []  # another rule reports it
+    return [message] if message else []
 
 
 def _other_classes(run: PlannedRun, folder: Path) -> list[str]:
     try:
         theirs = read_hf_config(folder).classifier
     except DataError:
-        return []  # another rule tells
+        return []  # another rule reports it
     ours = run.model.classifier if run.model else None
     if ours is None or theirs is None or ours == theirs:
         return []
-    said = [first_few(classifier.labels, _SHOWN) for classifier in (ours, theirs)]
+    labels = [first_few(classifier.labels, _SHOWN) for classifier in (ours, theirs)]
     return [
-        f"finetune.classification: the classes are {said[0]}, and those of {folder} {said[1]}: the head is "
-        "drawn from debug.seed"
+        f"finetune.classification: the classes are {labels[0]}, and those of {folder} {labels[1]}: the head "
+        "is initialized from debug.seed"
     ]
 
 
 @rule()
-def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
-    """The model that is named is the one whose weights are to be loaded."""
+def weights_match_model(run: PlannedRun) -> list[Problem]:
+    """Check that the configured model matches the weights to load."""
     start = run.start
     if start.weights is None or run.model is None:
         return []
     try:
         theirs = read_hf_config(start.weights)
     except DataError:
-        return []  # of which weights_readable tells
+        return []  # weights_readable reports it
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
-    if run.model.classifier:  # which is put on top of them
+    if run.model.classifier:  # the run adds a head of its own
         changed += ["classifier", "tie_embeddings"]
     differing = [
         field.name
@@ -129,19 +129,19 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
     ]
     if not differing:
         return []
-    said = ", ".join(
+    differences = ", ".join(
         f"{name} {getattr(theirs, name)} (this model: {getattr(run.model, name)})" for name in differing
     )
     allowed = {"max_seq_len", *CHANGEABLE.values()}
     keys = ["name", "flavor", *(key for key in run.config.model.overrides() if key not in allowed)]
     named = [f"model.{key}" for key in keys if run.config.value(f"model.{key}") is not None]
     fix = (
-        f"leave out {', '.join(named)} (on the command line None undoes what a file says): the model is then "
-        "that of config.json"
+        f"remove {', '.join(named)} (on the command line, None undoes a file's value) to use the model of "
+        "config.json"
     )
     for_name = next(_presets_like(theirs), "")
     if for_name:
-        fix += f"; by name it is {for_name}"
+        fix += f"; its name is {for_name}"
     if differing == ["vocab_size"] and _makes_room(run, theirs):
         return []
     if differing == ["vocab_size"]:
@@ -150,61 +150,65 @@ def weights_are_of_this_model(run: PlannedRun) -> list[Problem]:
             f"python -m tools.convert_weights hf-to-dcp {start.weights} OUT "
             f"--vocab-size {run.model.vocab_size}"
         )
-    rule = f"the model of the weights, {start.weights / CONFIG}, has {said}"
+    rule = f"the model of the weights, {start.weights / CONFIG}, has {differences}"
     return [run.problem(_weights_key(run), rule, fix)]
 
 
 def _makes_room(run: PlannedRun, theirs: ModelArgs) -> bool:
-    """Say if the embedding grows as it is loaded, for new tokens."""
+    """Return whether loading grows the embedding for new tokens."""
     added = run.config.model.additional_special_tokens
     return bool(added) and run.model is not None and run.model.vocab_size > theirs.vocab_size
 
 
 @rule(DataError)
 def weights_readable(run: PlannedRun) -> list[Problem]:
-    """The folder is there and whole, and its tensors have the shapes that its config.json says."""
+    """Check that the folder exists and that its tensors have the shapes given by its config.json."""
     start = run.start
     if start.weights is None:
         return []
     key, options = _weights_key(run), run.config.checkpoint
     if not start.weights.exists() and (options.initial_load_broadcast or key == _tokenizer_key(run)):
-        return []  # rank 0's node may have it; or the tokenizer is missed there too, and said to be
+        return []  # only rank 0's node may have it; a missing tokenizer folder is reported by another rule
     wrong = instead_of_hugging_face(start.weights, run.config.value(key))
     if wrong:
         return [run.problem(key, *wrong)]
-    otherwise = f"{name_readable()} (docs/weights.md lists what is read), or correct the file"
+    otherwise = f"{name_readable()} (docs/weights.md lists supported models), or correct the file"
     try:
         theirs = read_hf_config(start.weights)
-        otherwise = "take a folder of safetensors that is whole"
+        otherwise = "use a folder with complete safetensors files"
         entries, _ = model_entries(start.weights, theirs)
     except DataError as error:
-        said, _, fix = str(error).partition("\n  fix:  ")
-        return [run.problem(key, said, fix or otherwise)]
+        rule, _, fix = str(error).partition("\n  fix:  ")
+        return [run.problem(key, rule, fix or otherwise)]
     rows = table(theirs)
-    found = {name: entry.shape for name, entry in entries.items()}
-    meant = {row.hf: row.shape for row in rows.values()}
-    if theirs.tie_embeddings and (head := rows.to_hf(HEAD)) in found:
-        meant[head] = meant[rows.to_hf(EMBEDDING)]
-    said = "; ".join(_differences(found, meant))
-    rule = f"the files in {start.weights} are not of the model of its {CONFIG}: {said}"
-    return [run.problem(key, rule, "take files and config.json of the same model")] if said else []
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    expected = {row.hf: row.shape for row in rows.values()}
+    if theirs.tie_embeddings and (head := rows.to_hf(HEAD)) in shapes:
+        expected[head] = expected[rows.to_hf(EMBEDDING)]
+    if not (differences := "; ".join(_differences(shapes, expected))):
+        return []
+    rule = f"the files in {start.weights} do not match the model in its {CONFIG}: {differences}"
+    return [run.problem(key, rule, "use files and config.json of the same model")]
 
 
 @rule()
-def tokenizer_is_of_weights(run: PlannedRun) -> list[Problem]:
-    """Weights that were trained on a tokenizer go on with no smaller one: most likely it is another."""
+def tokenizer_matches_weights(run: PlannedRun) -> list[Problem]:
+    """Check that the tokenizer is not smaller than the weights', in which case it is probably the wrong
+    one."""
     start = run.start
     if start.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
         return []
     try:
         theirs = vocabulary_size(start.weights)
     except DataError:
-        return []  # the folder brings none
+        return []  # the folder has no tokenizer
     if run.vocabulary >= theirs:
         return []
-    rule = f"its tokenizer has {run.vocabulary} tokens, that of the weights in {start.weights} has {theirs}"
-    here = isinstance(start.weights, Path)
-    fix = f'set it to "{start.weights}"' if here else "download that one, and name its folder"
+    rule = (
+        f"the tokenizer has {run.vocabulary} tokens, but that of the weights in {start.weights} has {theirs}"
+    )
+    local = isinstance(start.weights, Path)
+    fix = f'set it to "{start.weights}"' if local else "download that tokenizer, and use its folder"
     return [run.problem(_tokenizer_key(run), rule, fix)]
 
 
@@ -226,13 +230,13 @@ def _presets_like(args: ModelArgs) -> Iterator[str]:
         )
 
 
-def _differences(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected]
+def _differences(shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    missing = [name for name in expected if name not in shapes]
+    extra = [name for name in shapes if name not in expected]
     other = [
-        f"{name} {found[name]} where {shape} is due"
+        f"{name} {shapes[name]}, expected {shape}"
         for name, shape in expected.items()
-        if found.get(name, shape) != shape
+        if shapes.get(name, shape) != shape
     ]
-    named = {"missing": missing, "too many": extra, "misshapen": other}
-    yield from (f"{what}: {first_few(names, _SHOWN)}" for what, names in named.items() if names)
+    groups = {"missing": missing, "unexpected": extra, "wrong shape": other}
+    yield from (f"{what}: {first_few(names, _SHOWN)}" for what, names in groups.items() if names)

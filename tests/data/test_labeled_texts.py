@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.data.byte_tokenizer import ByteTokenizer
-from toolkit.data.labelled_rows import LabelledRows
-from toolkit.data.labelled_texts import LabelledTexts
+from toolkit.data.labeled_rows import LabeledRows
+from toolkit.data.labeled_texts import LabeledTexts
 from toolkit.data.sources import open_corpus
-from toolkit.data.token_cache import tokenized
+from toolkit.data.token_cache import tokenize_corpus
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 from toolkit.loss import IGNORED_LABEL
@@ -24,9 +24,9 @@ CLASSES = [0, 2, 2, 1, 0, 1]
 
 
 def _cache(file: Path) -> TokenCache:
-    shape = LabelledTexts("text", "label", NAMES)
+    shape = LabeledTexts("text", "label", NAMES)
     source = open_corpus("", str(file), shape=shape)
-    return tokenized(source, ByteTokenizer(), cache_folder=file.parent / "cache", progress=False)  # type: ignore[arg-type]
+    return tokenize_corpus(source, ByteTokenizer(), cache_folder=file.parent / "cache", progress=False)  # type: ignore[arg-type]
 
 
 def _jsonl(folder: Path) -> Path:
@@ -57,7 +57,7 @@ def test_parquet_is_read_as_json_lines_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_text_is_in_one_row_with_its_class_at_its_end(tmp_path: Path, packing: bool) -> None:
-    rows = LabelledRows(_cache(_jsonl(tmp_path)), 8, packing=packing)
+    rows = LabeledRows(_cache(_jsonl(tmp_path)), 8, packing=packing)
     found = []
     for k in range(len(rows)):
         row = rows.sample(k)
@@ -71,14 +71,14 @@ def test_each_text_is_in_one_row_with_its_class_at_its_end(tmp_path: Path, packi
     cut = [(text[:7], label) for (text, _), label in zip(ROWS, CLASSES, strict=True)]
     assert sorted(found) == sorted(cut)
     assert len(rows) == (4 if packing else 6)
-    assert "6 texts, by class 2, 2, 2; 1 cut" in rows.describe()
+    assert "6 texts, by class 2, 2, 2; 1 truncated" in rows.describe()
 
 
 def test_a_bad_row_is_named_by_line(tmp_path: Path) -> None:
     file = _jsonl(tmp_path)
     file.write_text(file.read_text() + '{"text": "g", "label": 3}\n')
     with pytest.raises(
-        DataError, match=r"rows.jsonl, line 7: column 'label' holds 3, which is none of the 3"
+        DataError, match=r"rows.jsonl, line 7: column 'label' contains 3, which is not one of the 3"
     ):
         _cache(file)
 

@@ -1,38 +1,39 @@
-"""Keys of torchtitan, and of earlier releases, that do not act: accepted at their defaults, else rejected."""
+"""Unsupported keys of torchtitan and of earlier releases: accepted with their defaults, otherwise
+rejected."""
 
 from __future__ import annotations
 
 NO_MOE = "mixture-of-experts models are not supported"
 NO_MX = (
-    "MX formats are not supported, nor planned: only GPUs of compute capability 10.0 and above multiply "
-    "them, and on none of these has this toolkit run"
+    "MX formats are not supported: they need GPUs of compute capability 10.0 or above, on which this toolkit "
+    "has not been run"
 )
 NO_EXPRESSION = (
-    "schedules by expression have been removed: register a function (docs/extending.md, "
+    "schedules by expression have been removed: register a function instead (docs/extending.md, "
     "A learning-rate schedule)"
 )
-_FAST_PATHS = "training.cpu_fast_paths = false turns off this and the other fast paths of CPUs"
+_FAST_PATHS = "training.cpu_fast_paths = false disables this and all other fast paths of CPUs"
 _NO_TORCHFT = "fault tolerance through torchft is not supported"
-_NO_MODULE = "a module that job.custom_import names registers tables and keys"
-_NO_QUANTISED = "quantised Hugging Face weights are only published for mixture-of-experts models"
+_NO_MODULE = "register tables and keys in a module set by job.custom_import"
+_NO_QUANTIZED = "quantized Hugging Face weights are only published for mixture-of-experts models"
 
-_Refused = dict[str, tuple[bool | int | str | list[str] | None, str]]
+_Keys = dict[str, tuple[bool | int | str | list[str] | None, str]]
 
-REMOVED: _Refused = {
-    "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; bfloat16 has them in torch"),
+REMOVED: _Keys = {
+    "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; torch uses oneDNN for bfloat16"),
     "model.norm": ("auto", _FAST_PATHS),
     "parallelism.fsdp_shared_memory": (True, _FAST_PATHS),
     "lr_scheduler.expression": (None, NO_EXPRESSION),
 }
-"""Keys of the release before."""
-REFUSED: _Refused = REMOVED | {
+"""Keys of the previous release."""
+UNSUPPORTED: _Keys = REMOVED | {
     "job.custom_config_module": ("", _NO_MODULE),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, NO_MOE),
     "parallelism.expert_parallel_degree": (1, NO_MOE),
     "parallelism.expert_tensor_parallel_degree": (1, NO_MOE),
     "parallelism.expert_parallel_comm_backend": ("standard", NO_MOE),
     "checkpoint.enable_ft_dataloader_checkpoints": (True, _NO_TORCHFT),
-    "checkpoint.initial_load_in_hf_quantized": (False, _NO_QUANTISED),
+    "checkpoint.initial_load_in_hf_quantized": (False, _NO_QUANTIZED),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], NO_MOE),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", NO_MX),
     "quantize.linear.mx.recipe_name": ("mxfp8_cublas", NO_MX),
@@ -40,7 +41,7 @@ REFUSED: _Refused = REMOVED | {
     "quantize.grouped_mm.float8.fqns": ([], NO_MOE),
     "quantize.grouped_mm.mx.recipe_name": ("mxfp8", NO_MOE),
     "quantize.grouped_mm.mx.fqns": ([], NO_MOE),
-    "memory_estimation.disable_fake_mode": (False, "a forecast takes no device and no memory"),
+    "memory_estimation.disable_fake_mode": (False, "an estimate needs no device and no memory"),
     "fault_tolerance.enable": (False, _NO_TORCHFT),
     "fault_tolerance.process_group": ("gloo", _NO_TORCHFT),
     "fault_tolerance.process_group_timeout_ms": (10000, _NO_TORCHFT),
@@ -48,8 +49,8 @@ REFUSED: _Refused = REMOVED | {
     "fault_tolerance.group_size": (0, _NO_TORCHFT),
     "fault_tolerance.min_replica_size": (1, _NO_TORCHFT),
     "fault_tolerance.semi_sync_method": (None, _NO_TORCHFT),
-    "experimental.custom_import": ("", "the key is job.custom_import"),
+    "experimental.custom_import": ("", "use job.custom_import"),
     "experimental.custom_args_module": ("", _NO_MODULE),
     "debug.moe_force_load_balance": (False, NO_MOE),
 }
-"""Key → default, and why no other value is accepted."""
+"""Key → default, and why no other value is supported."""
