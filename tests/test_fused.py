@@ -116,7 +116,7 @@ def test_adamw_8bit_is_the_same_but_for_rounding(shape: tuple[int, ...], on_cpu:
         ours.grad = other.grad = _random(step + 1, *shape, dtype=torch.float32)[step]
         compiled.step()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adamw_8bit, "_step", adamw_8bit._step_of_rows)
+            patch.setattr(adamw_8bit, "_step", adamw_8bit._step_rows)
             plain.step()
     # A moment that lies between two codes may go to either: a code is at most a 26th of its value off, of
     # which an element's update, lr at most, changes by as much. All else is fp32's rounding.

@@ -45,8 +45,8 @@ def _waits_of(kind: str) -> Callable[[], None]:
         "the loss of a split vocabulary": lambda: vocabulary_parallel_losses(
             torch.ones(4, 8), torch.arange(4), first=8 * rank, group=dist.group.WORLD
         ),
-        "a ring": lambda: ring_attention._arrived(
-            ring_attention._hand_on(tensor, SequenceShards(rank, 2), dist.group.WORLD), tensor
+        "a ring": lambda: ring_attention._receive(
+            ring_attention._send_to_next(tensor, SequenceShards(rank, 2), dist.group.WORLD), tensor
         ),
     }
     return kinds[kind]
