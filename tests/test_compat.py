@@ -116,7 +116,7 @@ def test_functional_collectives_are_waited_for_in_one_file() -> None:
 
 
 def test_torch_is_patched_in_one_place() -> None:
-    assert "one patch of torch" in (inspect.getdoc(compat.replace_work_wait) or "")
+    assert "only patch of torch" in (inspect.getdoc(compat.replace_work_wait) or "")
     for path, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and path != "compat.py":

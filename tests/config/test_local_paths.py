@@ -62,8 +62,14 @@ def test_files_of_a_config(tmp_path: Path) -> None:
         ("a.txt, S3://bucket/b.txt", "copy it to a local disk or mount it"),
         ("file:///data/run", "write only the path: /data/run"),
         ("file://localhost/data/run", "write only the path: /data/run"),
-        ("hf://meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir ./Llama-3.2-1B"),
-        ("https://huggingface.co/datasets/allenai/c4", "hf download --repo-type dataset allenai/c4 --local"),
+        (
+            "hf://meta-llama/Llama-3.2-1B",
+            "run hf download meta-llama/Llama-3.2-1B --local-dir ./Llama-3.2-1B",
+        ),
+        (
+            "https://huggingface.co/datasets/allenai/c4",
+            "run hf download --repo-type dataset allenai/c4 --local",
+        ),
     ],
 )
 def test_what_to_do_instead(text: str, fix: str) -> None:
