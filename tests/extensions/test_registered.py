@@ -87,7 +87,7 @@ WRONG_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "omits second, which require": lambda named: SGD([named[0][1]], lr=1),
     r"no method fresh_state": lambda named: SGD(named, lr=1),
     r"is a list": lambda named: Counting(named, [1]),
-    r"and is momentum_buffer of Tensor, count of int": lambda named: Counting(named, BUFFER, {"count": 3}),
+    r"but is momentum_buffer of Tensor, count of int": lambda named: Counting(named, BUFFER, {"count": 3}),
     r"returns \[\], but a step creates \['momentum_buffer'\]": lambda named: Counting(named, {}),
     r"gives momentum_buffer the shape \(\), but after a step it has \(3,\)": lambda named: Counting(
         named, {"momentum_buffer": torch.zeros(())}

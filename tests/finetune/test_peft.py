@@ -243,7 +243,7 @@ def _renamed(folder: Path) -> None:
             "an adapter in two formats, adapter_model.safetensors and adapter_model.bin\n  fix:  keep",
         ),
         (_integers, "position_ids as I64; an adapter's tensors must be one of F64, F32, F16, BF16"),
-        (_adapted_head, "lm_head.lora_A.weight\n  fix:  LoRA updates linear layers of the blocks alone"),
+        (_adapted_head, "lm_head.lora_A.weight\n  fix:  LoRA supports only linear layers of the blocks"),
         (_renamed, "tensors that this model lacks"),
     ],
 )

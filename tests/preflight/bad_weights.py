@@ -215,8 +215,8 @@ CASES = [
                 lambda at: (at / "consolidated.00.pth").touch()
             ),
             "wrong shape: lm_head.weight (4300, 32), expected (4352, 32)": _then(_narrow_tied_head),
-            "norm.weight as I32 | take the model that this one was made from": _then(_quantize),
-            "cut short | use a folder with complete safetensors": _then(
+            "norm.weight as I32 | use the original model": _then(_quantize),
+            "is truncated: its header describes | use a folder with complete safetensors": _then(
                 lambda at: _second(at).write_bytes(_second(at).read_bytes()[:-4])
             ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),

@@ -94,12 +94,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a name twice": (
         lambda f: rewrite_header(f, lambda h: h.replace("layers.1.mlp.up", "layers.0.mlp.up", 1)),
-        f"{UP} is there twice",
+        f"{UP} occurs twice",
     ),
-    "integers": (retype, f"holds {UP} as I8; weights must be one of F64, F32, F16, BF16"),
+    "integers": (retype, f"has {UP} as I8; weights must be one of F64, F32, F16, BF16"),
     "weights of integers beside them": (quantize, "q_proj.qweight as I32; weights must be one of F64, F32"),
     "a tied head of another shape": (widen_head, "stores an output head that differs from the embedding"),
-    "nothing": (lambda f: (f / WEIGHTS).unlink(), f"neither {WEIGHTS} nor {INDEX} is there"),
+    "nothing": (lambda f: (f / WEIGHTS).unlink(), f"it has neither {WEIGHTS} nor {INDEX}"),
     "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin") and None, ".bin files are pickles"),
     "a file missing": (
         lambda f: in_two(f, index={NORM: "c.safetensors"}),
@@ -184,7 +184,7 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda part: torch.save([torch.ones(1)], part), "does not contain a dictionary of tensors"),
     "integers": (
         lambda part: torch.save(torch.load(part) | {"norm.weight": torch.ones(64, dtype=torch.int8)}, part),
-        "holds norm.weight as torch.int8",
+        "has norm.weight as torch.int8",
     ),
     "weights of integers beside them": (
         lambda part: torch.save(
@@ -195,11 +195,11 @@ META_DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
             },
             part,
         ),
-        "holds layers.0.attention.wq.packed as torch.int32",
+        "has layers.0.attention.wq.packed as torch.int32",
     ),
     "an object": (
         lambda part: torch.save(torch.load(part) | {"epoch": 3}, part),
-        "holds epoch as int; weights must be tensors",
+        "has epoch as int; weights must be tensors",
     ),
     "a tensor larger than its storage": (
         lambda part: part.write_bytes(shorten_storage(part.read_bytes(), by=4)),

@@ -73,10 +73,10 @@ def read_object(path: Path, *, at_most: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file.
+    """Return the object in a JSON file, or an empty one if there is no such file.
 
     Raises:
-        DataError: it is something else.
+        DataError: the file does not contain a JSON object.
     """
     return read_object(path) if os.path.lexists(path) else {}
 
