@@ -143,7 +143,7 @@ def test_a_dataset_of_the_hub_is_fetched_once(place: Path, tmp_path: Path) -> No
     ]
     first = run(tmp_path, FETCH, wanted)
     train, part, no_split, no_dataset = map(json.loads, first.stdout.splitlines())
-    assert first.stderr.count("from the Hugging Face hub") == 4
+    assert first.stderr.count("from the Hugging Face Hub") == 4
     expected = build(place / "one", "text", tmp_path / "other")
     assert train[0] == expected.n_documents and files_of(_cache(train)) == files_of(expected)
     assert part[0] == 2  # of three rows one is null

@@ -32,7 +32,7 @@ def _large(folder: Path) -> None:
 
 
 CASES = [
-    bad("corpus_readable", "training.dataset=wikitext", "Hugging Face hub", "Salesforce/wikitext"),
+    bad("corpus_readable", "training.dataset=wikitext", "Hugging Face Hub", "Salesforce/wikitext"),
     bad("corpus_readable", "training.dataset=a/b/c", "a name of the form owner/name"),
     bad(
         "corpus_readable",
@@ -101,7 +101,7 @@ CASES = [
         "gone.txt",
         prepare=lambda folder: (folder / "a.txt").write_text("text"),
     ),
-    bad("corpus_readable", f"{BASE}.dataset=wikitext {VALIDATED}", "Hugging Face hub"),
+    bad("corpus_readable", f"{BASE}.dataset=wikitext {VALIDATED}", "Hugging Face Hub"),
     bad("options_act", f"{BASE}.dataset_subset=en {VALIDATED}", "has no effect without a base corpus"),
     bad("dataset_choices_act", f"{BASE}.dataset_split=test {BASE}.dataset=embedded {VALIDATED}", "no split"),
     bad("options_act", f"{BASE}.dataset=embedded", "with validation.enable = false"),

@@ -89,7 +89,7 @@ MODEL = [
     bad(
         "tokenizer_readable",
         "model.tokenizer_path=empty",
-        "it holds nothing",
+        "it contains nothing",
         prepare=lambda folder: (folder / "empty").mkdir(),
     ),
     bad(
