@@ -80,7 +80,7 @@ def test_it_runs_on_the_gpus_of_its_launch_line_in_the_memory_that_it_says(name:
     assert said == []
     run = PlannedRun(config, world, H100)
     assert run.mesh and run.model
-    rank = rank_state(config, run.model, run.mesh, 0, param_dtype=torch.bfloat16)
+    rank = rank_state(config, run.model, run.mesh, 0, param_dtype=torch.bfloat16, target="cuda")
     takes = rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes
     stated = re.search(r"take ([\d.]+) GiB a GPU", head)
     assert stated and float(stated[1]) == round(takes / 2**30, 1)

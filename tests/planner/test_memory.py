@@ -198,3 +198,14 @@ def test_the_ranks_of_a_world_hold_the_model(layout: str, tmp_path: Path) -> Non
         copies = run.mesh.dp_replicate * (run.mesh.tp if name.endswith("norm.weight") else 1)
         tied = run.model.tie_embeddings and run.mesh.pp > 1 and name == "tok_embeddings.weight"
         assert held[name] == numbers * copies * (2 if tied else 1), name
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_one_gpu_gathers_nothing(tmp_path: Path, target: str) -> None:
+    """There FSDP is skipped; a CPU copies each unit."""
+    config = small_config(tmp_path, training={"dtype": "bfloat16", "mixed_precision_param": "bfloat16"})
+    run = PlannedRun(config, 1, detect())
+    assert run.mesh and run.model
+    state = rank_state(config, run.model, run.mesh, 0, param_dtype=torch.bfloat16, target=target)
+    assert (sum(unit.bytes for unit in state.units) == 0) == (target == "cuda")
+    assert state.gradient_bytes == state.parameter_bytes == 2 * parameter_count(run.model)

@@ -72,7 +72,7 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
     alike = distinct_ranks(run)
     for rank in shown_ranks(environ, run.world_size, ",".join(map(str, alike))):
         options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
-        state = rank_state(config, run.model, run.mesh, rank, param_dtype=options["param_dtype"])
+        state = rank_state(config, run.model, run.mesh, rank, **options)
         step = step_memory(config, run.model, run.mesh, rank, **options)
         sent = step_traffic(config, run.model, run.mesh, rank, **options)
         print("\n".join(_describe_rank(run, state, step, sent, alike.get(rank, []))), flush=True)
@@ -257,6 +257,8 @@ def _state_rows(run: PlannedRun, found: RankState) -> Iterator[tuple[str, int, s
     dtype = run.precision
     largest = max(found.units, key=lambda unit: unit.bytes)
     pipeline = run.mesh.pp > 1
+    if not largest.bytes:  # FSDP is skipped on one rank
+        return
     yield "largest unit", largest.bytes, f"{largest.name}, gathered in {dtype}"
     if pipeline or reshard_after_forward(options) == "never":
         note = "gathered until the end of the step" if pipeline else "gathered until backward"

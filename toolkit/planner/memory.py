@@ -23,6 +23,7 @@ from toolkit.build import build_model
 from toolkit.compat import fsdp_state
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
+from toolkit.hardware import simulate
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
@@ -78,12 +79,13 @@ def rank_state(
     rank: int,
     *,
     param_dtype: torch.dtype,
+    target: str = "cpu",
 ) -> RankState:
     """Compute the state of ``rank`` after its first step, in a run that passed the preflight.
 
-    It computes in ``param_dtype``. Must be called without a process group.
+    It computes in ``param_dtype`` on the device type ``target``. Must be called without a process group.
     """
-    with fake_world(rank, layout.world_size):
+    with fake_world(rank, layout.world_size), simulate(target):
         device = torch.device("cpu")
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
@@ -138,10 +140,11 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[UnitMemory]:
             if not parameters:  # a root without parameters of its own
                 continue
             names = [clean_name(name) or "the rest" for name in states if states[name] is state]
+            sharded = [it for it in parameters if isinstance(it, DTensor)]  # FSDP ignores the others
             yield UnitMemory(
                 ", ".join(names),
-                bytes=sum(gathered_elements(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
-                gradients=sum(gathered_elements(it) for it in parameters if it.requires_grad),
+                bytes=sum(gathered_elements(it) * gathered_dtype(it, dtype).itemsize for it in sharded),
+                gradients=sum(gathered_elements(it) for it in sharded if it.requires_grad),
                 stored_gradients=sum(local(it).numel() for it in parameters if it.requires_grad),
             )
 

@@ -178,7 +178,8 @@ def measure_costs(config: Config, args: ModelArgs, layout: ParallelDims, param_d
         [model] = run.model_parts.models
         with track_memory([model], run.optimizer, run.state, make_tracker):
             run.passes()
-            run.optimizer.step()
+            if config.activation_checkpoint.mode == "none":  # else only the blocks are used
+                run.optimizer.step()
         [tracker] = trackers
         peaks = tracker.peaks(_ACTIVATIONS)
         parts = {

@@ -103,7 +103,7 @@ def step_time(
     else:
         passes = _without_pipeline(stages[0], config, rates, count)
     by_rank = [[unit for stage in each for unit in stages[stage]] for each in split.of_ranks]
-    optimizer = max(_update(units, measured(True), config, rates) for units in by_rank)
+    optimizer = max(_update(units, measured(False), config, rates) for units in by_rank)
     busy = passes.seconds
     passed = timeline.seconds if timeline else busy
     seconds = passed + optimizer
