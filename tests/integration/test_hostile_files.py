@@ -170,7 +170,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "strings without an end": ("x = [\n" + '\\"""\n' * 180_000, "not valid TOML"),
     "new tokens": (
         "[model]\nadditional_special_tokens = [" + "".join(f'"t{n}", ' for n in range(9000)) + '"t8999"]',
-        "t8999 is there twice",
+        "t8999 is listed twice",
     ),
     "classes": ("[finetune.classification]\nnum_labels = 1_000_000_000", "from 0 to 100000"),
     "heads": ("[model]\ndim = 4294967292\nn_heads = 2147483646\nn_kv_heads = 4", "from 1 to"),
@@ -208,7 +208,7 @@ def test_a_tensor_that_is_there_twice_among_many(place: Path) -> None:
     header = ("{" + ",".join([*names, names[-1]]) + "}").encode()
     (place / "hf/a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     flags = [f"--model.hf_assets_path={place}/hf", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
-    assert "t149999 is there twice" in last_checked(place, *flags)
+    assert "t149999 occurs twice" in last_checked(place, *flags)
 
 
 CONVERSATIONS: dict[str, tuple[str, dict[str, object], str]] = {
@@ -253,7 +253,10 @@ def test_a_saved_dataset_that_names_other_files(name: object, tmp_path: Path) ->
     (tmp_path / "secret.txt").write_text("words")
     (tmp_path / "saved/dataset_info.json").write_text("{}")
     (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(DataError, match=r"is not a complete dataset of save_to_disk|\.arrow is missing"):
+    with pytest.raises(
+        DataError,
+        match=r"is not a complete dataset of save_to_disk|\.arrow, written by save_to_disk, is missing",
+    ):
         open_corpus("x", str(tmp_path / "saved"))
 
 
