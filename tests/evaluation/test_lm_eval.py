@@ -304,7 +304,7 @@ def test_mistakes_of_tasks_are_told_before_the_model_is_loaded(
     )
     (tmp_path / "tiny_names.yaml").write_text(f"{task}unsafe_code: true\n")
     code, error = told("--tasks", "tiny_names", *folder)
-    assert code == EXIT_DATA and "it runs code that a model writes" in error
+    assert code == EXIT_DATA and "it executes code written by the model" in error
     code, error = told("--tasks", "tiny_names", "--task-folder", str(tmp_path / "none"))
     assert code == EXIT_CONFIG and "--task-folder" in error
 

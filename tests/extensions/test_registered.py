@@ -100,7 +100,7 @@ IN_GROUPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def decode_step(
+def take_step(
     monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any], enable: bool = True, early: bool = False
 ) -> None:
     monkeypatch.setitem(registry("optimizer.name"), "Mine", lambda named, config: build(list(named)))
@@ -121,7 +121,7 @@ def test_an_optimizer_that_checkpoints_could_not_hold(
     said: str, build: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        decode_step(monkeypatch, build)
+        take_step(monkeypatch, build)
 
 
 @pytest.mark.parametrize(("enable", "early"), [(True, False), (False, True)])
@@ -132,16 +132,16 @@ def test_an_optimizer_that_keeps_something_in_its_groups(
     """It is in no checkpoint, and would count parameters for steps where each is updated by itself."""
     keep = IN_GROUPS[name]
     with pytest.raises(ConfigError, match=f"its step changes {name} of a parameter group"):
-        decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
-    decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
+        take_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable, early)
+    take_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=keep), enable=False)
 
 
 def test_optimizers_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode_step(monkeypatch, lambda named: Counting(named, BUFFER))
-    decode_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=lambda group: {"lr": 0.5}))
-    decode_step(monkeypatch, lambda named: Counting(named, BUFFER), enable=False, early=True)
-    decode_step(monkeypatch, lambda named: Adam(named))
-    decode_step(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
+    take_step(monkeypatch, lambda named: Counting(named, BUFFER))
+    take_step(monkeypatch, lambda named: Counting(named, BUFFER, in_groups=lambda group: {"lr": 0.5}))
+    take_step(monkeypatch, lambda named: Counting(named, BUFFER), enable=False, early=True)
+    take_step(monkeypatch, lambda named: Adam(named))
+    take_step(monkeypatch, lambda named: SGD(named, lr=1), enable=False)
 
 
 class Bounded(AdamW):

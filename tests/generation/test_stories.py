@@ -191,7 +191,7 @@ def test_program_reads_its_prompts_before_the_weights(capsys: pytest.CaptureFixt
 def test_program_refuses_a_tokenizer_smaller_than_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--prompt", "x", "--tokenizer", STORIES / "tok512.model")
     code, out, err = _main(capsys, ASSETS / "stories15M/hf", *flags)
-    assert (code, out) == (3, "") and "has 512 entries, and the model's, in" in err and "32,000" in err
+    assert (code, out) == (3, "") and "has 512 entries, but the model's, in" in err and "32,000" in err
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--max-new-tokens"])
