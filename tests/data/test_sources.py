@@ -123,7 +123,7 @@ def test_what_cannot_be_a_corpus_is_refused_in_milliseconds(tmp_path: Path) -> N
             ".jsonl",
         ),
         ("x", f"{tmp_path}/corpus", "content"): ("text_column", "it has 'id', 'text'", "text_column"),
-        ("x", " , ", "text"): ("dataset_path", "contains no file name", "name"),
+        ("x", " , ", "text"): ("dataset_path", "contains no file name", "set a file"),
     }
     start = time.perf_counter()
     for arguments, (key, rule, fix) in cases.items():

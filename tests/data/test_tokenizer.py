@@ -137,7 +137,7 @@ def test_lone_surrogates_become_the_replacement_character(tokenizer: Tokenizer) 
 
 @pytest.mark.parametrize("token", [-1, 4096])
 def test_an_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, token: int) -> None:
-    with pytest.raises(DataError, match=rf"{token} is not in .* 4,096 entries"):
+    with pytest.raises(DataError, match=rf"{token} is not in .* 4,096 tokens"):
         tokenizer.decode([5, token])
 
 

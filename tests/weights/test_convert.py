@@ -527,7 +527,7 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
         assert convert_weights.main(["hf-to-meta", str(given), str(out)]) == EXIT_FINISHED
         there = (given / "tokenizer.model").exists()
         assert (out / "tokenizer.model").exists() == there
-        assert ("no tokenizer.model beside it" in capsys.readouterr().out) == (not there)
+        assert ("no tokenizer.model next to it" in capsys.readouterr().out) == (not there)
     config = json.loads((tmp_path / "hf2" / "config.json").read_text())
     assert config["vocab_size"] == 4096
     ids = load_tokenizer(tokenizer)  # in place of those that hf says, which are of another tokenizer
