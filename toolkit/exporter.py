@@ -100,7 +100,7 @@ class Exporter:
         return self.folder / f"step-{step}"
 
     def _remote_folder(self, step: int) -> RemotePath | None:
-        """The folder beside the checkpoints if they are in object storage, else None."""
+        """The folder next to the checkpoints if they are in object storage, else None."""
         folder = self._manager.folder
         return None if isinstance(folder, Path) else folder / EXPORTS / f"step-{step}"
 
@@ -131,7 +131,7 @@ class Exporter:
         self._manager.ranks.on_rank_0(lambda: withdraw(out))
 
     def _upload(self, folder: Path, out: RemotePath, *, final: bool) -> None:
-        """Upload the folder beside the checkpoints and report a failure.
+        """Upload the folder next to the checkpoints and report a failure.
 
         Raises:
             CheckpointError: the upload of the ``final`` folder failed.

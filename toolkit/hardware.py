@@ -28,7 +28,7 @@ def processor() -> dict[str, list[str]]:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Say if this CPU has instructions for it; without them bfloat16 is slower than float32."""
+    """Return whether this CPU has instructions for it; without them bfloat16 is slower than float32."""
     return not {"amx_bf16", "avx512_bf16"}.isdisjoint(processor().get("flags", []))
 
 

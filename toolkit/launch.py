@@ -1,13 +1,13 @@
-"""Start one training process a device, pass signals on, and end with the code the ranks ended with.
+"""Start one training process per device, forward signals, and exit with the exit code of the ranks.
 
     NGPU=8 python -m toolkit.launch --job.config_file FILE [--table.key value …]
 
 Every argument belongs to ``toolkit.train``; the launch itself is described by environment variables
-(:func:`launch_from`). The configuration is checked here, before any rank starts. With SAMPLE, a run that has
-finished shows how its model goes on from that text.
+(:func:`launch_from`). The configuration is checked here, before any rank starts. With SAMPLE, a finished run
+shows how its model continues that text.
 
-The ranks of one node meet at a port of their own; launchers of several nodes hold a roll call, and start
-again after a failure, in ``launcher/nodes.py``. Nothing here needs torch: for two ranks that do nothing
+The ranks of one node meet at a port of their own; launchers of several nodes have a rendezvous, and restart
+after a failure, in ``launcher/nodes.py``. Nothing here needs torch: for two empty ranks
 torchrun takes 2.5 s on a 2-core machine, most of it its own imports, and this 0.4 s (benchmarks/startup.py).
 torchrun, which can start ``toolkit.train`` too, would also turn every exit code into 1, die of SIGUSR1 and
 kill the ranks 30 s into a save.
@@ -54,8 +54,8 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     """Read NGPU, LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and SHUTDOWN_TIMEOUT.
 
     Raises:
-        ConfigError: a value is no such number, more ranks than GPUs are asked for, one of several nodes does
-            not know the address of the first, or several tasks of srun would each launch a run.
+        ConfigError: a value is invalid, there are more ranks than GPUs, a node does not know the
+            address of the first, or several tasks of srun would each launch a run.
     """
     if not environ.get("NNODES", "").strip() and (tasks := slurm_tasks(environ)) > 1:
         raise environment_error(
@@ -112,7 +112,7 @@ def _meeting(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _stay_away(error: ToolkitError) -> None:
-    """Tell node 0, where the environment says which that is, that this node does not come."""
+    """Report to node 0, if the environment has its address, that this node does not come."""
     with suppress(ConfigError):
         node, (address, port) = whole_number(os.environ, "NODE_RANK", 0, 0), _meeting(os.environ)
         if node and address:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with stop_at_once():
             config = load_config(argv)
-            if config.is_dry:  # one process in place of all, which needs torch
+            if config.is_dry:  # one process instead of all, which needs torch
                 os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
             hardware = detect(config.training.device)
             launch = launch_from(os.environ, hardware)
@@ -184,14 +184,14 @@ def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:
 
 
 def _show_text(config: Config, prompt: str) -> None:
-    """Print how the model that was trained goes on from ``prompt``, and the command for more."""
+    """Print a continuation of ``prompt`` by the trained model, and the command for more."""
     from toolkit.checkpoint.manifest import committed_steps
 
     saved = expand_user(config.checkpoint.folder, inside=expand_user(config.job.dump_folder))
     if not config.checkpoint.enable or not committed_steps(saved):
         return
     command = ["-m", "tools.generate", str(saved), "--prompt", prompt]
-    say(f"how the model goes on from {prompt!r}:")
+    say(f"how the model continues {prompt!r}:")
     subprocess.run([sys.executable, *command, "--max-new-tokens", "80"], check=False)
     say(f"for more: {sys.executable} {shlex.join(command)}")
 

@@ -29,7 +29,7 @@ class StepResult:
 
 
 class StepHook:
-    """Base class of step hooks; every method does nothing by default.
+    """Base class of step hooks; every method is empty by default.
 
     A hook is entered before the first step and exited after the last one, with the exception that ended the
     run, if any. Every rank calls the same hooks in the same order.

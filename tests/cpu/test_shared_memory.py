@@ -79,7 +79,7 @@ def _beside_gloo() -> list[str]:
 
 def _asked_ahead() -> tuple[list[bool], int]:
     """Say if what is gathered while the one before is reduced, as in a backward, is right, one rank late at
-    each; and how many meetings that took."""
+    each; and how many barriers that took."""
     group = dist.group.WORLD
     assert group is not None
     memory = SharedMemory(group)
@@ -94,7 +94,7 @@ def _asked_ahead() -> tuple[list[bool], int]:
         output, begun = _begun(gather, torch.full((SHARD,), number + 1.0))
         summed = _reduce(reduce, torch.full((SHARD * memory.size,), float(number)))
         right.append(bool((summed == number * memory.size).all()))
-    return right, memory.meetings
+    return right, memory.barriers
 
 
 def _dropped_at_other_times() -> list[bool]:
@@ -172,9 +172,9 @@ def test_it_is_what_gloo_does() -> None:
 
 def test_what_is_asked_ahead_needs_no_meetings_but_its_own() -> None:
     for ranks in (2, 3):
-        for right, meetings in run_world(_asked_ahead, ranks):
+        for right, barriers in run_world(_asked_ahead, ranks):
             assert all(right) and len(right) == 24
-            assert meetings <= 1 + 2 * 12 + 2  # until there are regions enough
+            assert barriers <= 1 + 2 * 12 + 2  # until there are regions enough
 
 
 def test_what_any_rank_holds_is_not_written_again() -> None:

@@ -383,7 +383,7 @@ def test_ranks_that_are_stopped_while_they_start_up_may_be_started_again(number)
     launched.process.send_signal(number)
     code, _, err = launched.end()
     assert code == 75
-    assert "the same command goes on" in err and "ended" not in err.replace("ends", "")
+    assert "the same command resumes" in err and "ended" not in err.replace("ends", "")
 
 
 def test_a_later_signal_of_the_scheduler_does_not_disturb_the_save():

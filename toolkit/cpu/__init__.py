@@ -1,4 +1,4 @@
-"""The fast paths of ranks on a CPU, in place of torch's own operators and gloo's sockets.
+"""The fast paths of ranks on a CPU, instead of torch's own operators and gloo's sockets.
 
 Attention by blocks, RMSNorm by pieces, matmuls by reordered matrices, attention of one token, gathers through
 shared memory and memory that malloc keeps. training.cpu_fast_paths turns them off together. No torch here.
@@ -17,5 +17,5 @@ def enable(fast: bool) -> bool:
 
 
 def is_enabled() -> bool:
-    """Say if a CPU takes the fast paths."""
+    """Return whether a CPU takes the fast paths."""
     return _enabled

@@ -2,7 +2,7 @@
 
 torch's own kernel for CPUs computes far below the rate of its matmul, which these products are (`python -m
 benchmarks.attention` times the two). A block's scores, for as many heads as a cache has room for, are made,
-normalised and used before those of the next. What causality hides is computed within a block's own columns
+normalized and used before those of the next. What causality hides is computed within a block's own columns
 alone, and a block begins with the first column that its first query sees, of its document and its window;
 short rows go through the products together. Backward has queries, keys and values alone kept for it and makes
 the scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135). Where a processor multiplies
@@ -37,7 +37,7 @@ _SCORE_BYTES = 1 << 21
 
 @cache
 def has_tiles() -> bool:
-    """Say if this CPU multiplies tiles of bfloat16 (AMX), as torch's attention then does."""
+    """Return whether this CPU multiplies tiles of bfloat16 (AMX), as torch's attention then does."""
     return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 

@@ -10,7 +10,7 @@ _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's malloc.h
 
 def keep_freed_memory() -> bool:
     """Have malloc keep the memory of freed tensors for those to come: glibc gives that of large ones back,
-    and each page that is mapped anew costs a fault.
+    and each page that is mapped again costs a fault.
 
     False, and nothing is changed, where the environment says what malloc is to do (MALLOC_TRIM_THRESHOLD_ and
     its like, GLIBC_TUNABLES) or it is not glibc's.

@@ -1,4 +1,4 @@
-"""Matrices in the layout in which a CPU multiplies them, in place of rows.
+"""Matrices in the layout in which a CPU multiplies them, instead of rows.
 
 oneDNN reorders a matrix of bf16 in each call, which for a few rows of input costs as much as the product, and
 in fp32 torch takes another library's product, slower on some processors: with matrices reordered once a
@@ -21,7 +21,7 @@ Packed = tuple[Tensor, Tensor | None]
 
 
 def takes(dtype: torch.dtype) -> bool:
-    """Say if oneDNN multiplies reordered matrices of ``dtype`` here: fp32, and bf16 where the CPU has
+    """Return whether oneDNN multiplies reordered matrices of ``dtype`` here: fp32, and bf16 where the CPU has
     instructions for it."""
     return (
         cpu.is_enabled()

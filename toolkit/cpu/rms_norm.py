@@ -27,7 +27,7 @@ _FUNCTIONS_OF_PARAMETERS = tuple(map(int, torch.__version__.split(".")[:2])) >= 
 
 
 def takes(x: Tensor) -> bool:
-    """Say if the norm of ``x`` is computed by pieces. torch.compile fuses torch's operators by itself."""
+    """Return whether the norm of ``x`` is computed in pieces; torch.compile fuses those of torch."""
     return (
         not torch.compiler.is_compiling()
         and cpu.is_enabled()
@@ -66,7 +66,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor
         product_RD = grad_RD * x_RD
         of_weight_D += product_RD.mul_(scale_R1 / norm_R1).sum(0)
         torch.mul(grad_RD, precise_D, out=product_RD)
-        # Of scale · x / norm, as weight normalisation has it, whose kernel is one pass.
+        # Of scale · x / norm, as weight normalization has it, whose kernel is one pass.
         of_x_RD, _ = weight_norm_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
         out_RD.copy_(of_x_RD)
     return out, of_weight_D.to(weight_D.dtype)

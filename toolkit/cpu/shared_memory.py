@@ -1,12 +1,12 @@
-"""FSDP's gathers and reductions through memory that ranks of a machine share, in place of gloo's sockets.
+"""FSDP's gathers and reductions through memory that ranks of a machine share, instead of gloo's sockets.
 
 A gather has one region: each rank copies its shards into it and reads all of them. A reduction has a region
 with a part for each rank: each writes its gradients into its own and adds up its shard of all parts, in the
-order of ranks. A small all-reduce, the meeting, says that all have written.
+order of ranks. A small all-reduce, the barrier, says that all have written.
 
-Regions are kept and used again. One is free when at a meeting no rank has its tensor any more, so that all
+Regions are kept and used again. One is free when at a barrier no rank has its tensor any more, so that all
 ranks know the same regions as free and take the same one next. Where torch asks for parameters ahead, the
-meeting of their gather goes on while the unit before is computed.
+barrier of their gather continues while the unit before is computed.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Region:
     memory: mmap.mmap
     tensor: weakref.ref[memoryview] | None = None
     free: bool = True  # on all ranks
-    given: int = 0  # meetings that began before it was handed out last
+    given: int = 0  # barriers that began before it was returned last
 
 
-class Meeting(dist.Work):
+class GatherBarrier(dist.Work):
     """An all-reduce that says that all ranks are at an operation, which tells what regions they hold."""
 
     def __init__(self, memory: SharedMemory, operation: str, size: int):
         super().__init__()
-        self.memory, self.number = memory, memory.meetings
+        self.memory, self.number = memory, memory.barriers
         self.at = f"{operation} of {size} bytes"
         self.regions = list(memory.regions)
         self.asked = torch.tensor([self.regions.index(memory.last), size])
@@ -89,11 +89,11 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.regions: list[Region] = []
-        self.meetings = 0
-        self.open: list[Meeting] = []
+        self.barriers = 0
+        self.open: list[GatherBarrier] = []
         """Meetings that began and were not waited for."""
         self.last = self._add(mmap.PAGESIZE)
-        """The region that was handed out last."""
+        """The region returned last."""
 
     def allocate(self, count: int, dtype: torch.dtype, *, parts: int = 1) -> Tensor:
         """A tensor (count,) of the first of ``parts`` parts of a free region, or of this rank's."""
@@ -102,24 +102,24 @@ class SharedMemory:
         start = size * self.rank if parts > 1 else 0
         # A tensor keeps the buffer that it is made from alive, and a view of it the storage.
         buffer = memoryview(region.memory)[start : start + max(count, 1) * dtype.itemsize]
-        region.tensor, region.free, region.given = weakref.ref(buffer), False, self.meetings
+        region.tensor, region.free, region.given = weakref.ref(buffer), False, self.barriers
         self.last = region
         return torch.frombuffer(buffer, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
 
     def part(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The tensor (count,) of another rank in the region that was last handed out."""
+        """The tensor (count,) of another rank in the region that was last returned."""
         start = _whole_pages(count * dtype.itemsize) * rank
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
-    def meet(self, operation: str, size: int) -> Meeting:
-        """Begin a meeting at an operation of ``size`` bytes."""
-        meeting = Meeting(self, operation, size)
-        self.meetings += 1
-        self.open.append(meeting)
-        return meeting
+    def meet(self, operation: str, size: int) -> GatherBarrier:
+        """Begin a barrier at an operation of ``size`` bytes."""
+        barrier = GatherBarrier(self, operation, size)
+        self.barriers += 1
+        self.open.append(barrier)
+        return barrier
 
     def _take(self, size: int) -> Region:
-        """The smallest free region of ``size`` bytes, or a new one in place of the smallest free one."""
+        """The smallest free region of ``size`` bytes, or a new one instead of the smallest free one."""
         if not self._fitting(size) and self.open:
             self.open[-1].wait()
         if not self._fitting(size) and len(self.regions) < _ENOUGH:
@@ -225,7 +225,7 @@ class Reduce:
         torch.add(parts[0], parts[1], out=output_tensor)
         for part in parts[2:]:
             output_tensor += part
-        # torch holds the input until the next reduction; by the next meeting nobody reads it.
+        # torch holds the input until the next reduction; by the next barrier nobody reads it.
         memory.last.tensor = None
 
 

@@ -67,7 +67,7 @@ def _device_mismatch(rule: str, fix: str) -> DeviceError:
 
 
 def _single_threaded_gloo(group: Any, _: Any) -> dist.ProcessGroupGloo:
-    """Create a gloo group as torch does, but with one thread in place of two."""
+    """Create a gloo group as torch does, but with one thread instead of two."""
     gloo = dist.ProcessGroupGloo
     # A thread uses one device, so the first of several interfaces is taken.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]

@@ -32,7 +32,7 @@ def prepack_model(model: Decoder) -> None:
     """Prepack ``model`` in place for forwards without gradients; its blocks no longer have their original
     weights.
 
-    The head keeps its weight beside the reordered copy, for losses and a tied embedding. Subclasses of
+    The head keeps its weight next to the reordered copy, for losses and a tied embedding. Subclasses of
     nn.Linear stay unchanged.
     """
     for block in model.layers.values():

@@ -1,4 +1,4 @@
-"""KV cache, implemented as the attention back end of a generating model.
+"""KV cache, implemented as the attention backend of a generating model.
 
 Inside :meth:`KVCache.attached`, a forward of the model processes the *next* tokens of each row: their keys
 and values are appended to the cache, and their queries attend to all of it. Rows are aligned at their end, so
@@ -131,7 +131,7 @@ class KVCache:
             oldest = end - (self.plain.reach(end) or end)
             mask = None if real_BT is None else real_BT[:, None, None, oldest:]
             return CacheWindow(start, end, mask, oldest=oldest)
-        # Padding is a separate document, so that no softmax is empty. Not every back end supports padding.
+        # Padding is a separate document, so that no softmax is empty. Not every backend supports padding.
         backend = self.plain if real_BT is None or self.plain.takes_padding else SDPA(self.plain.window)
         documents = None if real_BT is None else real_BT.long()
         mask = backend.mask(documents, len(self.padding), end, device, first=start)
@@ -139,7 +139,7 @@ class KVCache:
 
 
 class _CachedAttention(AttentionBackend):
-    """Attention back end of one block: appends new keys and values to its buffers and attends to all.
+    """Attention backend of one block: appends new keys and values to its buffers and attends to all.
 
     The learned tokens of a prefix are stored before the first column and are visible to every query."""
 

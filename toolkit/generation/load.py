@@ -128,7 +128,7 @@ def load_model(
 
     In a process group the model is sharded over all ranks; parameters gathered in the first forward stay
     gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, spread over the ranks.
-    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one of the
+    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else that of the
     checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. ``check`` is called with
     the tokenizer on every rank before weights are read, to reject it.
 

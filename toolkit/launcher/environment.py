@@ -30,17 +30,17 @@ def environment_error(name: str, value: str, rule: str, fix: str = "") -> Config
 
 
 def is_number(text: str) -> bool:
-    """Say if ``text`` is a whole number from 0 on, of no more digits than a number of things has."""
+    """Return whether ``text`` is a nonnegative integer of a plausible length."""
     return text.isdecimal() and len(text) <= _DIGITS
 
 
 def whole_number(
     environ: Mapping[str, str], name: str, default: int, least: int, most: float = math.inf
 ) -> int:
-    """The number in ``name``, ``default`` where it is unset or empty.
+    """Return the integer in ``name``, or ``default`` if it is unset or empty.
 
     Raises:
-        ConfigError: it is no whole number from ``least`` to ``most``.
+        ConfigError: it is not a whole number from ``least`` to ``most``.
     """
     text = environ.get(name, "").strip()
     if not text:
@@ -87,7 +87,7 @@ def slurm_tasks(environ: Mapping[str, str]) -> int:
     that ``srun --pty`` gave a terminal.
 
     Raises:
-        ConfigError: SLURM_STEP_NUM_TASKS is no such number.
+        ConfigError: SLURM_STEP_NUM_TASKS is not such a number.
     """
     return 1 if os.isatty(0) else whole_number(environ, "SLURM_STEP_NUM_TASKS", 1, 1, MAX_RANKS)
 
@@ -152,7 +152,7 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def is_reporting_rank(environ: Mapping[str, str]) -> bool:
-    """Say if this process tells the user what all ranks know: rank 0, and one whose numbers are wrong."""
+    """Return whether this process reports for all ranks: rank 0, or one whose variables are wrong."""
     try:
         return rank_environment(environ).rank == 0
     except ConfigError:
@@ -160,10 +160,10 @@ def is_reporting_rank(environ: Mapping[str, str]) -> bool:
 
 
 def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> list[int]:
-    """Those ranks of LOG_RANK that there are, in ascending order; ``default`` is read where it is unset.
+    """Return the existing ranks of LOG_RANK in ascending order; ``default`` is read if it is unset.
 
     Raises:
-        ConfigError: it is no list of ranks, or has none of the ``world_size`` that there are.
+        ConfigError: it is not a list of ranks, or has none of the ``world_size`` that there are.
     """
     shown = environ.get("LOG_RANK", "").strip() or default
     if not all(is_number(item.strip()) for item in shown.split(",")):
@@ -176,7 +176,7 @@ def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> li
 
 
 def tells_for_all(environ: Mapping[str, str], here: RankEnvironment) -> bool:
-    """Say if this rank of a run tells what all ranks know: rank 0, and the first one that is shown."""
+    """Return whether this rank of a run reports for all ranks: rank 0, and the first one that is shown."""
     try:
         first = shown_ranks(environ, here.world_size, default="0")[0]
     except ConfigError:  # of a torchrun that does not read it, or of more nodes than there are now

@@ -33,7 +33,7 @@ class Failure:
     log: Path | None
     lines: Sequence[str]
     told: bool
-    """The rank has told the user itself."""
+    """The rank has reported its error itself."""
 
     def show(self) -> None:
         if self.told:
@@ -52,7 +52,7 @@ def _failed(watch: Watch) -> list[Worker]:
 
 
 def any_failed_by_itself(watch: Watch, reports: Mapping[int, Report]) -> bool:
-    """Say if a rank failed of what happened here, and not because others were gone."""
+    """Return whether a rank of this node failed by itself, and not because others were gone."""
     return any(_failed_by_itself(worker, watch, reports) for worker in _failed(watch))
 
 
@@ -84,7 +84,7 @@ def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Fai
 
 
 def explain(watch: Watch, code: int, prefix: Path | None) -> None:
-    """Say which rank failed first, or is missed by the others, unless it has already told the user."""
+    """Say which rank failed first, or is missed by the others, unless it has already reported it."""
     reports: Mapping[int, Report] = {}
     if prefix:
         from toolkit.launcher import fault_reports

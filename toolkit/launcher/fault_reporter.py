@@ -1,7 +1,7 @@
 """A rank's own part when a run breaks down: it says where it is, then ends.
 
 It does so when a collective fails, or when its launcher asks (:data:`QUESTION`), since a rank that waits in
-a collective does not come back to Python until the time-out, and one that loops never fails at all. A thread
+a collective does not come back to Python until the timeout, and one that loops never fails at all. A thread
 answers. It is woken through a file descriptor that C code writes to at the signal, whatever the main thread
 is in.
 """
@@ -100,7 +100,7 @@ class FaultReporter:
 
     @staticmethod
     def lost_peers(error: BaseException) -> bool:
-        """Say if ``error`` is that of a collective or transfer that others did not come to."""
+        """Return whether ``error`` comes from a collective or transfer that other ranks did not join."""
         distributed = sys.modules.get("torch.distributed")
         kinds = (distributed.DistError,) if distributed else ()
         return any(
@@ -144,13 +144,13 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _frames(walk: Iterator[tuple[FrameType, int]]) -> _Frames:
-    """Those of the walk, in its order, without those of our own waits."""
+    """Return the frames of a walk, in its order, without those of our own waits."""
     frames = traceback.StackSummary.extract(walk, lookup_lines=False)
     return [frame for frame in frames if frame.filename != _WAITS]
 
 
 def _transfers(frames: _Frames) -> bool:
-    """Say if this is in a send or receive between stages of a pipeline."""
+    """Return whether this is in a send or receive between stages of a pipeline."""
     innermost = frames[-1]
     return innermost.name in _TRANSFERS or "/distributed/pipelining/" in innermost.filename
 

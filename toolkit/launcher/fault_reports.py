@@ -1,9 +1,9 @@
 """Reports of the ranks of a run that broke down, and what follows from them: which rank is at fault.
 
 When a rank dies or hangs, the others see a collective fail, each in a group of its own: one waits for a
-neighbour in the pipeline, which waits for its tensor-parallel peer, which hangs. So each rank writes down
+neighbor in the pipeline, which waits for its tensor-parallel peer, which hangs. So each rank writes down
 where it stands, and who is missing, busy or behind shows only in all reports together. They are files
-beside the traces of collectives, not keys of the group's store, since that lives in rank 0, which may be the
+next to the traces of collectives, not keys of the group's store, since that lives in rank 0, which may be the
 one that hangs. Needs no torch: launchers read them.
 """
 
@@ -37,7 +37,7 @@ def traces_prefix(job: Job, comm: Comm) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in one group: in its first collective that is not done, else at the last one.
+    """Position of a rank in one group: its first unfinished collective, else the last one.
 
     ``number`` counts the collectives of the group; 0 is none yet, or a transfer between two of its ranks.
     """
@@ -212,8 +212,10 @@ def _time(report: Report) -> str:
 
 
 def tell(reports: Mapping[int, Report], world_size: int, known: Mapping[int, str], *, more: Path) -> str:
-    """Who is at fault, and where the others waited. ``known`` says more of ranks that do not report, such
-    as "is stopped"; ``more`` is where the traces are."""
+    """Report which ranks are at fault, and where the others waited.
+
+    ``known`` describes ranks that do not report, such as "is stopped"; ``more`` is the folder of the traces.
+    """
     culprits = at_fault(reports, world_size)
     lines = [_tell_rank(rank, reports, known) for rank in culprits[:TOLD]]
     if not culprits:

@@ -1,8 +1,8 @@
 """torch's flight recorder: the last collectives of each rank, and in which of them it waits.
 
-There are two of them: one of NCCL, whose watchdog itself writes a pickled file at a time-out (for torch's
-analyser, ``torchfrtrace``), and one of all other back ends, gloo's here. What this module writes is JSON
-of both, beside that file. Gloo's has no transfers between two ranks.
+There are two of them: one of NCCL, whose watchdog itself writes a pickled file at a timeout (for torch's
+analyzer, ``torchfrtrace``), and one of all other backends, gloo's here. What this module writes is JSON
+of both, next to that file. Gloo's has no transfers between two ranks.
 """
 
 from __future__ import annotations

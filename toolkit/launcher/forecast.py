@@ -1,4 +1,4 @@
-"""The forecast of a step on GPUs, made beside the ranks, and compared with what they measured."""
+"""The forecast of a step on GPUs, made while the ranks start, and compared with what they measured."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GIB = 2**30
 
 
 def forecast_file(config: Config) -> Path:
-    """Where a run's forecast lies."""
+    """Return the path of a run's forecast."""
     return expand_user(config.job.dump_folder) / "forecast.json"
 
 
 def metrics_file(config: Config) -> Path:
-    """Where rank 0 writes what it measures, behind what a run that goes on has measured before."""
+    """Return the file to which rank 0 appends its measurements."""
     return expand_user(config.job.dump_folder) / "metrics.jsonl"
 
 

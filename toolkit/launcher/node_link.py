@@ -61,8 +61,8 @@ class Link:
         """Wait for a message.
 
         Raises:
-            OSError: the other one has gone; the text says how that shows.
-            ValueError: what came is no message.
+            OSError: the other node is gone; the text says how this was detected.
+            ValueError: the line is not a message.
         """
         try:
             line = self._lines.readline(LONGEST)

@@ -42,7 +42,7 @@ def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
     """Read NNODES, MAX_RESTARTS, JOIN_TIMEOUT, LAST_CALL_TIMEOUT and NODE_TIMEOUT.
 
     Raises:
-        ConfigError: a value is no such number.
+        ConfigError: a value is not such a number.
     """
     least, _ = node_range(environ)
     restarts = 3 if least < launch.nodes else 0

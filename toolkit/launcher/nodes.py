@@ -1,5 +1,5 @@
-"""A node's part in a run of several: it comes to the roll call of node 0, starts its ranks when told to, and
-tells how they ended. `toolkit.launcher.roll_call` says what follows from it."""
+"""One node of several: joins the rendezvous of node 0, starts its ranks on request and reports how they
+ended. `toolkit.launcher.roll_call` decides what follows."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Member:
         self._shown = ""  # of it, by this launcher and not by the rank itself
 
     def take_part(self, address: str, port: int) -> int:
-        """Come to the roll call at ``address``, and again while it may begin anew; returns the exit code.
+        """Join the rendezvous at ``address``, again after each round that may restart; return the exit code.
 
         Raises:
             ToolkitError: preparing failed.
@@ -283,7 +283,7 @@ class Member:
 
 
 def stay_away(node_rank: int, address: str, port: int, error: ToolkitError) -> None:
-    """Tell node 0 at ``address``, if it can be reached at once, that this node has found ``error``."""
+    """Report ``error`` of this node to node 0 at ``address``, if it can be reached at once."""
     end = time.monotonic() + LEAVING_SECONDS
     while time.monotonic() < end:
         try:

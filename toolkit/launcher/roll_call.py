@@ -1,10 +1,10 @@
-"""Node 0's part in a run of several nodes: who is there, when all start, and what a failure means for all.
+"""The rendezvous of several nodes on node 0: membership, start of rounds, and the reaction to failures.
 
 Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, its own among them, say
-there who they are, prepare, and are told to start a round: one set of ranks, from their start to their end.
+there who they are, prepare, and are asked to start a round: one set of ranks, from their start to their end.
 A round ends when its ranks do, when one of them fails, or when a node is lost: its launcher has ended, or
-has not been heard for a time. Then every node ends its ranks, says how they ended, and is told to exit with
-a code that is the same everywhere, or to come to the next round.
+has not been heard for a time. Then every node ends its ranks, reports how they ended, and is asked to exit
+with a code that is the same everywhere, or to join the next round.
 
 A thread of node 0's launcher does this; it reads all connections from one queue, so nothing here is locked.
 """
@@ -102,8 +102,8 @@ class RollCall:
         """
         listener = bound(port)
         listener.listen(128)
-        threading.Thread(target=self._accept, args=(listener,), name="roll call door", daemon=True).start()
-        self.thread = threading.Thread(target=self._run, args=(listener,), name="roll call", daemon=True)
+        threading.Thread(target=self._accept, args=(listener,), name="rendezvous door", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, args=(listener,), name="rendezvous", daemon=True)
         self.thread.start()
         return int(listener.getsockname()[1])
 
@@ -116,7 +116,7 @@ class RollCall:
         with suppress(OSError):  # it is closed at the end
             while True:
                 link = Link(listener.accept()[0], self.terms.node_timeout)
-                threading.Thread(target=self._read, args=(link,), name="roll call node", daemon=True).start()
+                threading.Thread(target=self._read, args=(link,), name="rendezvous node", daemon=True).start()
 
     def _read(self, link: Link) -> None:
         try:
@@ -257,7 +257,7 @@ class RollCall:
             self._end_round(grace=False)
 
     def _time(self, node: Node, seconds: float) -> None:
-        """Tell of a node that took so long for the load, once in a while."""
+        """Report a node whose link is slow, at intervals."""
         node.slow = node.slow + 1 if seconds > SLOW_SECONDS else 0
         now = time.monotonic()
         if node.slow >= 2 and now > node.told_slow + 2 * TELL_EVERY:
@@ -282,7 +282,7 @@ class RollCall:
                 self._grow()
 
     def _most_that_fit(self, count: int) -> int:
-        """How many of ``count`` nodes can train, 0 if too few."""
+        """Return how many of ``count`` nodes can train, 0 if too few."""
         sizes = range(count, self.terms.least - 1, -1)
         return next((size for size in sizes if self.fits(size) is not None), 0)
 
@@ -360,7 +360,7 @@ class RollCall:
         self._send([node for node in self.nodes.values() if node.playing], "stop", grace=grace)
 
     def _decide(self) -> None:
-        """All ranks have ended: exit, or go on in another round."""
+        """Exit after all ranks have ended, or continue in another round."""
         playing = [node for node in self.nodes.values() if node.playing]
         ended = {node.number: node.outcome for node in playing if node.outcome}
         by_cause = sorted(ended.values(), key=lambda outcome: outcome["own"] is None)
@@ -392,7 +392,7 @@ class RollCall:
         self._again(playing, f"{cause}\nall start again from the newest checkpoint, step {max(newest, 0)}")
 
     def _stopped(self, playing: Sequence[Node], signalled: Mapping[int, str]) -> None:
-        """After a save: nodes that had a signal leave, and others go on where that is allowed."""
+        """After a save, let nodes that received a signal leave, and others continue if that is allowed."""
         staying = [node for node in playing if node.number not in signalled]
         if self._paused or (signalled and self.terms.elastic):
             left = len(self.nodes) - len(signalled)

@@ -68,7 +68,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Who asked, as far as this rank knows."""
+        """Return the cause of the stop, as far as this rank knows."""
         if self.signal:
             return self.signal.name
         return "its time limit" if self.deadline.near() else "a signal to another rank"

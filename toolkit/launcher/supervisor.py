@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Launch:
-    """How many ranks to start here, and where they meet the others. Times are in seconds.
+    """Ranks to start on this node, and the address where all ranks meet. Times are in seconds.
 
     ``shown`` are the global ranks whose output reaches the terminal. After a signal the ranks have
     ``shutdown_timeout`` to save and end, unless a SIGINT comes ``insist_after`` later. Once a rank has
@@ -349,4 +349,4 @@ def run_ranks(
         if worker.pump:
             worker.pump.join(timeout=5)
     if watch.stopped_early:
-        say("stopped outside training, with nothing to save; the same command goes on")
+        say("stopped outside training, with nothing to save; the same command resumes")

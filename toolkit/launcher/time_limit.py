@@ -43,5 +43,5 @@ class Deadline:
         self._last, self._longest = now, max(self._longest, now - self._last)
 
     def near(self) -> bool:
-        """Say if another lap and a save, for which twice the longest is allowed, might end too late."""
+        """Return whether another lap and a save, allowed twice the longest so far, might end too late."""
         return self._clock() + 2 * self._longest + self._reserve > self._end

@@ -26,7 +26,7 @@ _CONSOLE_LOST = "console_lost"
 class MetricLogger:
     """Logs the metrics of a run into ``folder``.
 
-    Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. Other ranks do nothing, or with
+    Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. Other ranks write nothing, or with
     ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/``. ``resume_step`` is
     the step of the loaded checkpoint, 0 for a new run; later records in the files are dropped. A new run
     renames old files of ranks that it does not write. ``config_text`` goes to TensorBoard and ``config`` to

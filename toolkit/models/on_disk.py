@@ -58,7 +58,7 @@ def hugging_face_folder(path: str) -> Path:
     """Return the Hugging Face folder at ``path``; for a checkpoint, its run's export of the same step, if
     any.
 
-    torchtitan's ``last_save_in_hf`` writes it in place of the checkpoint, so users pass the checkpoint's
+    torchtitan's ``last_save_in_hf`` writes it instead of the checkpoint, so users pass the checkpoint's
     path.
     """
     folder = expand_user(path)

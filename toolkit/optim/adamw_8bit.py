@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments: "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
 
 Each block of 256 elements of a row stores its largest magnitude in fp32, and for each element the nearest of
-256 fractions of it, which are denser near 0: 2.03 bytes per parameter in place of 8. Updates are computed in
+256 fractions of it, which are denser near 0: 2.03 bytes per parameter instead of 8. Updates are computed in
 at least fp32, after which the moments are quantized.
 
 Blocks are aligned to the rows of the full matrix. Shards contain entire blocks, and codes and scales are

@@ -75,7 +75,7 @@ def apply_context_parallel(
     model: Decoder, shards: SequenceShards, mesh: DeviceMesh, *, ring: bool = False
 ) -> None:
     """Replace the attention backend of every block by a context-parallel one, in place; ``ring`` selects ring
-    attention in place of all-gathers."""
+    attention instead of all-gathers."""
     if ring:
         model.attention = RingAttention(shards, mesh, model.attention.window)
     else:

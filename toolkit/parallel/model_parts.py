@@ -129,7 +129,7 @@ class ModelParts(ABC):
 
     def end_evaluation(self) -> None:
         """Reshard after :meth:`loss`: units that wait for a backward would stay gathered in the compute
-        dtype, and a checkpoint would save these in place of the shards."""
+        dtype, and a checkpoint would save these instead of the shards."""
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):

@@ -215,7 +215,7 @@ def recompute_gathers(blocks: nn.ModuleDict) -> None:
 
 
 class _RegatheredInput:
-    """An input that is gathered in forward, and again in backward in place of being saved."""
+    """An input that is gathered in forward, and again in backward instead of being saved."""
 
     def __init__(self, shard: Tensor, layout: HiddenLayout):
         self.shard, self.layout = shard, layout

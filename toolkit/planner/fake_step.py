@@ -143,8 +143,8 @@ def _cache_key(value: Any, inputs: list[FakeTensor]) -> Any:
 
 
 def _recipe(result: Any, inputs: list[FakeTensor]) -> Any:
-    """How to rebuild a result: for each tensor the index of the input that it is or views, or None, and its
-    metadata; None if it cannot be rebuilt."""
+    """Return a recipe to rebuild a result: per tensor its metadata and the index of the input that it is or
+    views, if any; None if it cannot be rebuilt."""
     storages = {id(it.untyped_storage()): place for place, it in enumerate(inputs)}
     found: list[Any] = []
     for each in result if type(result) in (tuple, list) else [result]:

@@ -1,6 +1,6 @@
 """Forecast a run's step and find settings that fit its GPUs: ``python -m toolkit.planner.fit WORLD_SIZE …``.
 
-A launch starts this process beside its ranks. It exits when the launcher closes its standard input.
+A launch starts this process with its ranks. It exits when the launcher closes its standard input.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ TRIES = 28
 
 
 class RemotePath:
-    """``scheme://bucket/name``. A folder exists while it contains files; mkdir does nothing.
+    """``scheme://bucket/name``. A folder exists while it contains files; mkdir has no effect.
 
     Raises:
         StorageError: by every method that accesses the store.

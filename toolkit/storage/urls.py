@@ -1,4 +1,4 @@
-"""Validation of URLs in place of paths.
+"""Validation of URLs instead of paths.
 
 Imports neither torch nor fsspec; loaded only if a value contains ``://``.
 """

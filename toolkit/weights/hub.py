@@ -18,7 +18,7 @@ _WEIGHTS = (
     "generation_config.json",
     "adapter_config.json",
 )
-"""Files of an export, deleted from an earlier one because they might be read in place of the new ones."""
+"""Files of an export, deleted from an earlier one because they might be read instead of the new ones."""
 
 
 def push_folder(folder: Path, repository: str) -> str:

@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, for CPUs, as a back end: toolkit/cpu/blockwise_attention.py computes it."""
+"""Attention by blocks of queries, for CPUs, as a backend: toolkit/cpu/blockwise_attention.py computes it."""
 
 from __future__ import annotations
 
