@@ -144,7 +144,7 @@ def test_a_column_of_nulls_and_an_empty_file_hold_no_document(tmp_path: Path) ->
 def test_a_column_that_holds_no_text_is_named_with_its_type(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS[:3])
     problem = check_source("x", str(path), "{id}: {text}")
-    assert problem is not None and "a.parquet: column 'id' holds int64" in problem.rule
+    assert problem is not None and "a.parquet: column 'id' contains int64" in problem.rule
     path = write(tmp_path / "b.parquet", [{"text": b"bytes"}])
     problem = check_source("x", str(path))
     assert (
