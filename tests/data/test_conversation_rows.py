@@ -148,7 +148,7 @@ def test_statistics_count_what_the_rows_hold(cache: TokenCache) -> None:
         assert (counted.rows, counted.places) == (len(rows), len(rows) * seq_len)
         assert (counted.filled, counted.learnt, counted.tokens_cut) == (filled, learnt, lost)
         assert counted.dropped == 120 - len(rows.conversations)
-    assert "0 dropped" not in str(counted) and "cut" in str(counted)
+    assert ", 0 dropped" not in str(counted) and "truncated" in str(counted)
 
 
 def _real_shaped(folder: Path) -> TokenCache:

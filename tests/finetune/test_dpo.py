@@ -136,7 +136,7 @@ def test_equal_answers_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "a", "chosen": "b"}, "no column 'rejected', which format preference reads"),
+        ({"prompt": "a", "chosen": "b"}, "no column 'rejected', which format preference needs"),
         ({"chosen": "b", "rejected": "c"}, "line 1: there is no prompt\n  fix:  name its column"),
         ({"prompt": "a", "chosen": [YES], "rejected": "c"}, "one of chosen and rejected is a list"),
         (

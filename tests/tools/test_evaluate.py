@@ -127,7 +127,7 @@ def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "code", "says"),
     [
         (["--text", "nowhere.txt"], EXIT_DATA, "--text = 'nowhere.txt'"),
-        (["--text", "ROWS"], EXIT_DATA, "fix:  set --text-column to the one"),
+        (["--text", "ROWS"], EXIT_DATA, "fix:  set --text-column to the column with the text"),
         (["--text", "STORY", "--text-column", "body"], EXIT_CONFIG, "--text-column = 'body'"),
         (["--text", "STORY", "--tp", "3"], EXIT_CONFIG, "--tp = 3"),
         (["--config", "nowhere.toml"], EXIT_CONFIG, "nowhere.toml"),
