@@ -94,7 +94,7 @@ def test_loss_and_its_gradients(
 
     exact = gradients()
     assert not on_cpu  # logits on a CPU are taken in pieces
-    monkeypatch.setattr(Fused, "takes", lambda self, x: True)
+    monkeypatch.setattr(Fused, "applies_to", lambda self, x: True)
     # The pieces' softmax and this one are the same sums; gradients are rounded to the precision of logits.
     torch.testing.assert_close(gradients(), exact, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
     assert len(on_cpu) == 2

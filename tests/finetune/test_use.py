@@ -218,7 +218,7 @@ def test_an_adapter_without_its_base_is_told(folders: dict[str, Path], tmp_path:
         (moved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": place}))
         with pytest.raises(DataError, match=said) as raised:
             load_model(moved, **CPU)
-        assert f"--adapter {moved} (of tools.convert_weights: merge BASE {moved} OUT)" in str(raised.value)
+        assert f"--adapter {moved} (tools.convert_weights: merge BASE {moved} OUT)" in str(raised.value)
 
 
 def test_chat_switches_adapters(

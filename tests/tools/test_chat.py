@@ -162,7 +162,7 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines()[0] == first
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["nowhere", "--format", "nowhere.jinja"]) == EXIT_DATA
-    assert "llama2, llama3, mistral or the file" in capsys.readouterr().err
+    assert "llama2, llama3, mistral or a file" in capsys.readouterr().err
     assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
     assert main(["nowhere"]) == EXIT_DATA
 

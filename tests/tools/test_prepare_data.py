@@ -60,7 +60,7 @@ def test_all_corpora_are_built_and_a_run_builds_none(config_file: Path, tmp_path
     )  # fmt: skip
     assert done.returncode == EXIT_FINISHED, done.stderr
     assert " torch\n" not in done.stderr
-    assert done.stderr.count("by 2 processes") == 3
+    assert done.stderr.count("with 2 processes") == 3
     lines = {
         table: said for table, *said in (LINE.fullmatch(line).groups() for line in done.stdout.splitlines())
     }  # type: ignore[union-attr]
