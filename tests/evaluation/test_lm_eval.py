@@ -331,5 +331,5 @@ def test_examples_that_a_task_cannot_be_run_with_are_told(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     write_tasks(tmp_path)
     tasks = load_tasks(["tiny_names"], folder=tmp_path)
-    with pytest.raises(DataError, match=f"smaller --few-shot.*no more than {len(PROMPTS)} examples"):
+    with pytest.raises(DataError, match=f"smaller --few-shot.*at most {len(PROMPTS)} examples"):
         run_tasks(ours, tasks, few_shot=len(PROMPTS))
