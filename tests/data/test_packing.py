@@ -95,6 +95,6 @@ def test_a_corpus_shorter_than_a_sample_is_refused_with_numbers() -> None:
     tokens, offsets = _corpus([5, 5])
     options = {"document_mask": True, "pad_id": 0}
     assert len(corpus_rows(tokens, offsets, 9, packing=True, **options)) == 1
-    with pytest.raises(DataError, match=r"10 tokens in 2 documents.*seq_len 10 takes 11"):
+    with pytest.raises(DataError, match=r"10 tokens in 2 documents.*seq_len 10 needs 11"):
         corpus_rows(tokens, offsets, 10, packing=True, **options)
     assert len(corpus_rows(tokens, offsets, 10, packing=False, **options)) == 2
