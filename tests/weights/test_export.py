@@ -216,7 +216,7 @@ def test_a_step_that_could_not_be_saved_is_not_exported(
         optimizer, state = torch.optim.AdamW([parameter]), TrainState(step=1)
         Checkpointer(
             config, tmp_path, model_parts=parts, optimizer=optimizer, position=position, state=state,
-            about={}, group=None,  # type: ignore[arg-type]
+            metadata={}, group=None,  # type: ignore[arg-type]
         ).after_step(lambda name: nullcontext(), last=False, stop=False)  # fmt: skip
 
     def fail(*_: Any) -> None:
