@@ -134,7 +134,7 @@ def _reject_other_formats(folder: Path, used: str, files: list[str]) -> None:
     if used == INDEX:
         others += [path.name for path in folder.glob("*.safetensors.index.json")]
         others += [SINGLE] * (_is_file(folder / SINGLE) and files != [SINGLE])
-    # Mistral's own format, in the same downloads as transformers', is not read.
+    # The consolidated format, in the same downloads as transformers', is not read.
     others = [name for name in others if name not in (used, "consolidated.safetensors.index.json")]
     if others:
         raise DataError(f"{folder} has a model in two formats, {used} and {min(others)}{ONE_SAVE}")
