@@ -181,7 +181,7 @@ def test_replicas_are_written_once(results, folder):
     [
         ("one disk is full", "rank 2: [Errno 28] No space left on device"),
         ("one rank does not fit", "not in the checkpoint: model.only_here"),
-        ("one rank does not fit", "optim.a.step () there, (3,) here"),
+        ("one rank does not fit", "optim.a.step () in the checkpoint, (3,) in the model"),
         ("a file is missing", "__2_0.distcp is missing"),
         ("another step's folder", "is of step 1"),
     ],
