@@ -36,11 +36,14 @@ def device() -> torch.device:
 
 
 def median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Seconds of device time, or of the clock on a CPU; three calls before the first do not count."""
+    """Seconds of device time, or of the clock on a CPU; three calls before the first do not count.
+
+    A GPU is kept busy until the host has launched all kernels, or the launches would count."""
     times = []
     for _ in range(repeats + 3):
         if torch.cuda.is_available():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(20_000_000)  # cycles, about 10 ms
             begin.record()
             work()
             end.record()

@@ -118,6 +118,10 @@ WORDS: dict[str, Settings] = {
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
     "AC-op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+    "AC-matmul": {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "matmul",
+    },
     "early": {"activation_checkpoint.early_stop": True},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
     "inductor": {"compile.backend": "inductor"},
@@ -412,6 +416,7 @@ MORE = [
     "cp2 unmasked ring",
     "cp4 unmasked ring tied head-first accumulate3",
     "cp2 tp2 unmasked ring AC-full",
+    "cp2 tp2 compiled AC-matmul",
     "pp2 cp2 unmasked ring 1F1B",
     "shard2 cp2 tp2 unmasked ring",
     "cp4 ring tied accumulate3",

@@ -82,18 +82,17 @@ def _row_chunks(x: Tensor) -> Iterator[slice]:
 
 
 def _scale_rows(x: Tensor, by_T: Tensor) -> Tensor:
-    """Scale each row of ``x`` in the dtype of ``by_T``; ``x`` may be overwritten."""
+    """Scale each row of ``x`` in place, in the dtype of ``by_T``, and return it."""
     if by_T.numel() and by_T.stride(0) == 0 and device_type(x.device.type) not in CHUNK_LOGITS:
         return x.mul_(by_T[0])  # the gradient of a sum; a CPU multiplies and rounds once, in one pass
     if _fused_scale_rows.applies_to(x):
         return _fused_scale_rows(x, by_T)
-    out = torch.empty_like(x)
     for chunk in _row_chunks(x):
-        out[chunk] = x[chunk].to(by_T.dtype) * by_T[chunk, None]
-    return out
+        x[chunk] = x[chunk].to(by_T.dtype) * by_T[chunk, None]
+    return x
 
 
-_fused_scale_rows = Fused("loss", lambda x, by_T: (x.to(by_T.dtype) * by_T[:, None]).to(x.dtype))
+_fused_scale_rows = Fused("loss", lambda x, by_T: x.copy_(x.to(by_T.dtype) * by_T[:, None]))
 
 
 def _losses_in_place(logits_TV: Tensor, labels_T: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.errors import CheckpointError
+from toolkit.hardware import simulate
 from toolkit.optim import adamw_8bit
+from toolkit.optim.in_8bit import BLOCK
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.trainer import Trainer
@@ -116,6 +118,12 @@ def test_what_has_no_whole_blocks_keeps_its_precision() -> None:
     for mine, other in zip(parameters[:3], reference, strict=False):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     assert not torch.equal(parameters[3], reference[3])
+
+
+def test_a_dry_run_counts_the_chunks_of_a_gpu() -> None:
+    weight = torch.empty(14336 * 4096 // BLOCK, BLOCK, device="meta")  # of an 8B: 896 chunks of a CPU
+    with simulate("cuda"):
+        assert len(list(adamw_8bit._chunks(weight))) == 4
 
 
 def test_a_step_in_backward_is_the_step_after_it() -> None:

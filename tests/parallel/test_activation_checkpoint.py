@@ -36,6 +36,7 @@ MODES = {
     "every 2nd": ActivationCheckpoint(mode="selective"),
     "op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
     "op, stopped early": ActivationCheckpoint(mode="selective", selective_ac_option="op", early_stop=True),
+    "matmul": ActivationCheckpoint(mode="selective", selective_ac_option="matmul"),
 }
 NONE = ActivationCheckpoint(mode="none")
 
@@ -67,7 +68,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("mode", "backend", "chunk"),
-    [*product(MODES, [""], [0, 17]), *product(["full", "every 2nd", "op"], ["aot_eager"], [17])],
+    [*product(MODES, [""], [0, 17]), *product(["full", "every 2nd", "op", "matmul"], ["aot_eager"], [17])],
 )
 def test_gradients_are_those_without(mode: str, backend: str, chunk: int) -> None:
     # The same operators in the same order, once or twice: not even rounding differs, save where the
@@ -122,6 +123,7 @@ def test_what_is_computed_again(watched: dict[str, tuple[int, Counter[str]]]) ->
     again = {mode: calls - plain for mode, (_, calls) in watched.items()}
     # (matmuls, attentions) of a block: all are q k v o w1 w2 w3, of which "op" repeats w1 and w3.
     expected = {"full": (7, 1), "full, stopped early": (6, 1), "op": (2, 0), "op, stopped early": (2, 0)}
+    expected["matmul"] = (0, 0)
     for mode, (matmuls, attentions) in expected.items():
         assert again[mode]["aten::mm"] == LAYERS * matmuls, mode
         assert again[mode][ATTENTION] == LAYERS * attentions, mode
@@ -143,7 +145,8 @@ def test_what_is_kept(watched: dict[str, tuple[int, Counter[str]]]) -> None:
     by_operator = 4 * ARGS.dim + 2 * ARGS.n_kv_heads * ARGS.head_dim + ARGS.n_heads
     assert kept["op"] - kept["full"] == LAYERS * ROWS * LENGTH * by_operator * 4
     assert kept["op"] - kept["full"] < (kept["none"] - kept["full"]) / 2
-    assert kept["full"] < kept["every 2nd"] < kept["none"]
+    assert kept["matmul"] - kept["op"] == LAYERS * ROWS * LENGTH * 2 * ARGS.ffn_dim * 4
+    assert kept["full"] < kept["every 2nd"] < kept["none"] and kept["matmul"] < kept["none"]
 
 
 def _saved_bytes(model: Decoder) -> int:

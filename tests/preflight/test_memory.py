@@ -42,6 +42,7 @@ def test_what_acts_is_not_refused() -> None:
     for flags in (
         ["--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.3"],
         ["--activation_checkpoint.selective_ac_option=op", "--activation_checkpoint.early_stop"],
+        ["--activation_checkpoint.selective_ac_option=matmul"],
     ):
         run = PlannedRun(configure([*flags, "--compile.enable", "--compile.components=model"]), 1, V100)
         assert memory_budget_needs(run) == [] and compile_backend(run) == []

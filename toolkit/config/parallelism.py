@@ -141,6 +141,10 @@ class Parallelism(Table):
     is taken. Empty: the degrees above, if they fit."""
 
 
+OPERATORS = ("op", "matmul")
+"""Values of ``selective_ac_option`` that choose operators."""
+
+
 class ActivationCheckpoint(Table):
     """Save fewer activations and recompute the rest in backward."""
 
@@ -148,8 +152,8 @@ class ActivationCheckpoint(Table):
     """none saves all activations, full only the inputs of blocks, selective chooses blocks or operators;
     memory_budget lets torch.compile choose, and needs it."""
     selective_ac_option: Annotated[str, OnlyWith("activation_checkpoint.mode", ("selective",))] = "2"
-    """For mode selective: an integer n recomputes every n-th block; op recomputes operators that are cheap
-    for their size."""
+    """For mode selective: an integer n recomputes every n-th block; matmul recomputes all operators but
+    matmuls and attention; op also the matmuls whose output is wider than their input."""
     early_stop: Annotated[bool, _AGAIN] = False
     """Stop recomputing as soon as all needed tensors are available."""
     memory_budget: Annotated[Fraction, _BUDGET] = 0.5
@@ -174,7 +178,7 @@ class ActivationCheckpoint(Table):
     @property
     def by_operator(self) -> bool:
         """Return whether operators, not blocks, are chosen for recomputation."""
-        return self.mode == "selective" and self.selective_ac_option == "op"
+        return self.mode == "selective" and self.selective_ac_option in OPERATORS
 
 
 class Compile(Table):

@@ -27,6 +27,7 @@ from toolkit.compat import DTensorSpec, TensorMeta
 from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.fused import Fused
+from toolkit.hardware import device_type
 from toolkit.optim.in_8bit import BLOCK, in_8bit
 from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
@@ -141,7 +142,7 @@ def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK.get(x.device.type, 1 << 16) // x.shape[1])
+    rows = max(1, _CHUNK.get(device_type(x.device.type), 1 << 16) // x.shape[1])
     return (slice(first, first + rows) for first in range(0, len(x), rows))
 
 

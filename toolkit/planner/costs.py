@@ -105,7 +105,7 @@ def _probe_config(
     if mode == "memory_budget":  # chooses by the cost of recomputation, like "op"
         mode, option = "selective", "op"
     else:
-        option = "op" if checkpointed and checkpointing.by_operator else "1"
+        option = checkpointing.selective_ac_option if checkpointed and checkpointing.by_operator else "1"
     sizes = {"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
     if mode != "none":  # only blocks are measured, and a head without chunks takes half the time
         sizes["loss_chunk_tokens"] = 0

@@ -130,8 +130,9 @@ def checkpointing_settings(config: Config) -> list[dict[str, Any]]:
         return [none]
     tried = [{mode: "full"}, {mode: "selective", option: "op"}, none]
     configured = config.activation_checkpoint
-    if configured.mode == "selective" and not configured.by_operator:
-        tried.insert(1, {mode: "selective", option: configured.selective_ac_option})
+    if configured.mode == "selective" and configured.selective_ac_option != "op":
+        place = 2 if configured.by_operator else 1
+        tried.insert(place, {mode: "selective", option: configured.selective_ac_option})
     return tried
 
 

@@ -81,7 +81,9 @@ def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
     modes = {
         "none": "all activations saved",
         "full": "every block recomputed",
-        "selective": "recomputed by operator" if every == "op" else f"one block of {every} recomputed",
+        "selective": {"op": "recomputed by operator", "matmul": "all but matmuls recomputed"}.get(
+            every, f"one block of {every} recomputed"
+        ),
         "memory_budget": f"recomputed to a memory budget of {checkpointing.memory_budget:g}",
     }
     yield modes[checkpointing.mode]

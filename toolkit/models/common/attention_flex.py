@@ -24,6 +24,10 @@ _OPTIONS: dict[str, Any] = (
     {"wrap_inductor_compiled_regions": True} if hasattr(higher_order_wrap, "InductorCompiledCallable") else {}
 )
 
+# For fewer than 128 queries torch chooses a kernel for decoding, of which it has none for grouped heads and
+# more than a few queries ("No choices exist for backend", torch 2.11 on an H100).
+_KERNEL: Any = {"BACKEND": "TRITON"}
+
 
 class FlexAttention(AttentionBackend):
     """torch's flex_attention over a mask of 128 x 128 blocks."""
@@ -54,8 +58,9 @@ class FlexAttention(AttentionBackend):
         if q_BHSE.is_cuda and not torch.compiler.is_compiling():  # a compiled block has it in its graph
             flex = _compiled(flex_attention)
         out_BHSE = flex(
-            q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1]
-        )
+            q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
+            kernel_options=_KERNEL if q_BHSE.is_cuda else None,
+        )  # fmt: skip
         return out_BHSE.transpose(1, 2)
 
 

@@ -6,6 +6,7 @@ import shutil
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from toolkit.config.parallelism import OPERATORS
 from toolkit.errors import Problem, closest, install_command
 from toolkit.hardware import lacks_cpp_compiler
 from toolkit.launcher.environment import is_number
@@ -22,13 +23,12 @@ _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexce
 
 @rule()
 def selective_checkpointing(run: PlannedRun) -> list[Problem]:
-    """Check that ``selective_ac_option`` is a stride over blocks or op."""
+    """Check that ``selective_ac_option`` is a stride over blocks, op or matmul."""
     stride = run.config.activation_checkpoint.selective_ac_option
-    if stride == "op" or (is_number(stride) and int(stride) >= 1):
+    if stride in OPERATORS or (is_number(stride) and int(stride) >= 1):
         return []
-    return [
-        run.problem(_STRIDE, 'must be a whole number of at least 1, in quotes, or "op"', 'for example "2"')
-    ]
+    rule = 'must be "op", "matmul" or a whole number of at least 1, in quotes'
+    return [run.problem(_STRIDE, rule, 'for example "2"')]
 
 
 @rule()
@@ -41,7 +41,7 @@ def checkpointing_debug(run: PlannedRun) -> list[Problem]:
         fix = "set compile.enable = false while you look for the operator"
         return [run.problem(key, "torch does not support it for compiled blocks", fix)]
     if options.by_operator:
-        rule = 'torch does not support it for selective_ac_option = "op"'
+        rule = f'torch does not support it for selective_ac_option = "{options.selective_ac_option}"'
         return [run.problem(key, rule, f'set {_TABLE}.mode = "full" while you look for the operator')]
     return []
 
