@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from toolkit.config import load_config
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.finetune.parameters import count_trained
 from toolkit.generation.load import LoadedModel, load_model, require_tokenizer
 

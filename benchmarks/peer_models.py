@@ -25,7 +25,7 @@ from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import Init
+from toolkit.models.common.parameter_table import Init
 from toolkit.models.parameters import init_rule, parameter_shapes, table
 from toolkit.models.registry import resolve
 from toolkit.optim.optimizer import build_optimizer

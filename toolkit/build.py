@@ -111,7 +111,7 @@ def build_model(
             keep_stage(model, modules)
         model.to(DTYPES[config.training.dtype])
         if config.finetune.chooses:
-            from toolkit.finetune.converters import apply_finetune
+            from toolkit.finetune.apply import apply_finetune
 
             apply_finetune(model, config.finetune, frozen_dtype=param_dtype)
         if config.loss != Loss() and model.output is not None:
@@ -155,7 +155,7 @@ def _initialize(
         new = [it for it in tensors if is_classifier_head(it[0], args) or not pretrained]
         initialize(new, seed, lambda name: init_rule(name, args))
         return
-    from toolkit.finetune.converters import added_init, init_from_weights
+    from toolkit.finetune.apply import added_init, init_from_weights
     from toolkit.finetune.parameters import added_shapes, is_added
     from toolkit.weights.pretrained import load_targets
 

@@ -145,8 +145,8 @@ class Checkpointer:
 
     def _load_base(self) -> None:
         """Load the frozen base model of an adapter and record its identity."""
+        from toolkit.finetune.apply import init_from_weights
         from toolkit.finetune.base import base_of
-        from toolkit.finetune.converters import init_from_weights
         from toolkit.weights.load import open_on_all_ranks
         from toolkit.weights.open import open_weights
         from toolkit.weights.pretrained import load_base_weights

@@ -149,7 +149,7 @@ class Exporter:
             self._say(f"uploaded it to {out}")
 
     def _push(self, folder: Path, repository: str) -> None:
-        from toolkit.weights.hub import push_folder
+        from toolkit.weights.hub_upload import push_folder
 
         address = self._manager.ranks.on_rank_0(lambda: push_folder(folder, repository))
         self._say(f"uploaded it to {address}")

@@ -1,4 +1,5 @@
-"""Detect the hardware of this machine without importing torch, so that checks stay fast."""
+"""Detect the hardware of this machine without importing torch, so that checks stay fast. Peak rates are in
+``metrics/flops.py``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from collections.abc import Collection, Sequence
 import torch.distributed as dist
 
 from toolkit.config.values import parse
-from toolkit.data.chat.formats import chat_format, check_asked
+from toolkit.data.chat.choose_format import chat_format, check_asked
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.data.chat_data import ASSETS, OPEN_ASSISTANT, conversation, write_rows
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.tokenizers.added import extend_tokenizer

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.test_formats import LLAMA2_TEMPLATE
 
 from tests.data.chat_data import (
     ASSETS,
@@ -30,9 +31,8 @@ from tests.data.chat_data import (
     conversation,
     other_tokenizer,
 )
-from tests.data.test_formats import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights
 from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.chat_data import ASSETS, CHATML, UNMARKED, other_tokenizer, write_rows
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.chat.template import ChatTemplate

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.config.finetune import Finetune
-from toolkit.finetune.adapter import Adapter
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.parameters import added_shapes, trained_names
+from toolkit.finetune.saved_adapter import Adapter
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.weights.source import StoredTensor

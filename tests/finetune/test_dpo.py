@@ -24,7 +24,7 @@ from toolkit.data.chat.shapes import Shape
 from toolkit.data.conversation_rows import ConversationRows, statistics
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.dpo import PreferenceObjective, without_adapter
 from toolkit.models.common.decoder import Decoder
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.config.finetune import Finetune
 from toolkit.errors import ConfigError
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.parameters import added_shapes, all_shapes, is_added, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder

@@ -34,7 +34,7 @@ from toolkit.models.registry import resolve
 from toolkit.preflight import check, notes
 from toolkit.trainer import Trainer
 from toolkit.weights.hf_write import SpecialTokens, write_hf
-from toolkit.weights.hub import push_folder
+from toolkit.weights.hub_upload import push_folder
 from toolkit.weights.open import open_weights
 from toolkit.weights.views import Cast
 from tools import convert_weights, evaluate

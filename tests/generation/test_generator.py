@@ -15,7 +15,7 @@ from toolkit import cpu
 from toolkit.config.finetune import Finetune, PrefixTuning
 from toolkit.cpu import token_attention
 from toolkit.errors import ConfigError, DataError
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.generation import generator as module
 from toolkit.generation.compiled import Step, compiler_for
 from toolkit.generation.cpu_prepack import can_prepack, prepack_model

@@ -19,7 +19,7 @@ from tests.integration.test_readers import FORMATS, ended, sound, use_checkpoint
 from tests.sound_files import TOKENIZER, run_flags
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.chat import render
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError

@@ -30,7 +30,7 @@ from tests.mutations import (
 )
 from tests.sound_files import SHAPE, TOKENIZER, build_cache, make_all, run_flags
 from toolkit.data.chat import render
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import ToolkitError, report
 from toolkit.preflight import __main__ as preflight

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.small_llama import small
 from toolkit.config.finetune import Finetune
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.metrics.flops import flops_per_token, model_flops, peak_flops
 from toolkit.metrics.flops_finetune import fine_tuning_flops
 from toolkit.models.common.decoder import Decoder

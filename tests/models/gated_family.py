@@ -13,8 +13,8 @@ from typing import Any
 from toolkit.extensions import register_family
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.hf_config import HFConfig
+from toolkit.models.common.parameter_table import INPUT, ONES, Init, ParameterRow, dense_block
 from toolkit.models.common.spec import ModelSpec
-from toolkit.models.common.table import INPUT, ONES, Init, ParameterRow, dense_block
 from toolkit.models.registry import resolve
 
 

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import Init
+from toolkit.models.common.parameter_table import Init
 from toolkit.models.parameters import init_rule
 from toolkit.models.registry import resolve
 from toolkit.parallel.init_weights import initialize

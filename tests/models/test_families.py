@@ -18,15 +18,15 @@ from tests.models.small_llama import tokens_and_labels
 from tests.weights.stories import empty_model
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.config.schema import registry
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.hf_config import HFConfig
+from toolkit.models.common.parameter_table import Init
 from toolkit.models.common.spec import ModelSpec
-from toolkit.models.common.table import Init
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import init_rule, parameter_count, parameter_shapes, table
 from toolkit.models.registry import presets, resolve, spec

@@ -17,7 +17,7 @@ from tests.kernel_counts import Kernels
 from tests.models.small_llama import VOCAB, build, small, tokens_and_labels
 from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 

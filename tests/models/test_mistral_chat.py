@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError

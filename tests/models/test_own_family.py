@@ -12,7 +12,7 @@ from tests.extensions.test_extensions import ROOT, python
 from tests.models import gated_family
 from toolkit.errors import ConfigError
 from toolkit.models.common.block_output import BlockSums
-from toolkit.models.common.table import ParameterRow, dense_block
+from toolkit.models.common.parameter_table import ParameterRow, dense_block
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import table
 from toolkit.models.registry import resolve, spec

@@ -18,7 +18,7 @@ from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelis
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import Init
+from toolkit.models.common.parameter_table import Init
 from toolkit.models.parameters import init_rule
 from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.init_weights import initialize

@@ -20,7 +20,7 @@ from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
-from toolkit.finetune.converters import apply_finetune
+from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.nf4 import PackedWeight
 from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint

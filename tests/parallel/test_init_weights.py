@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from tests.helpers import run_world
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import Init
+from toolkit.models.common.parameter_table import Init
 from toolkit.models.parameters import init_rule
 from toolkit.models.registry import resolve
 from toolkit.parallel.fsdp import fsdp_units

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import run_world
-from toolkit.data.chat.formats import chat_format
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
 from toolkit.generation.load import LoadedModel, load_model, require_tokenizer
 from toolkit.generation.sampling import Sampling

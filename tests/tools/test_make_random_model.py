@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.preflight.bad_runs import TOKENIZER
 from toolkit.errors import EXIT_DATA
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import hf_row_order
+from toolkit.models.common.parameter_table import hf_row_order
 from toolkit.models.parameters import init_rule, table
 from toolkit.models.registry import resolve
 from toolkit.parallel.init_weights import initialize

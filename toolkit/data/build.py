@@ -56,7 +56,7 @@ def tokenizer_path(config: Config) -> Path:
     tokens, asked = options.additional_special_tokens, config.data.chat_template
     if not tokens and not asked:
         return place
-    from toolkit.data.chat.formats import template_text  # needs jinja
+    from toolkit.data.chat.choose_format import template_text  # needs jinja
     from toolkit.data.tokenizers.added import extend_tokenizer
 
     template = template_text(asked) if asked else None

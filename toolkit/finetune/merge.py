@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.parameters import is_added, lora_targets
+from toolkit.finetune.saved_adapter import Adapter
 from toolkit.io.tensor_file import Region, whole
-from toolkit.models.common.table import EMBEDDING
+from toolkit.models.common.parameter_table import EMBEDDING
 from toolkit.weights.source import StoredTensor, WeightSource
 from toolkit.weights.views import View
 

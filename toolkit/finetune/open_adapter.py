@@ -9,11 +9,11 @@ from toolkit.checkpoint.read_tensor import open_checkpoint
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError, first_few
-from toolkit.finetune.adapter import Adapter, find_adapter
 from toolkit.finetune.base import check_base
 from toolkit.finetune.parameters import added_shapes
 from toolkit.finetune.peft_config import is_peft_folder, peft_base
 from toolkit.finetune.peft_folder import open_peft
+from toolkit.finetune.saved_adapter import Adapter, find_adapter
 from toolkit.finetune.saved_options import finetune_of
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import parameter_shapes

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from toolkit.config.finetune import Finetune
 from toolkit.config.name_patterns import matches_any, unmatched
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
 
 _LORA = ("lora_a", "lora_b", "magnitude")

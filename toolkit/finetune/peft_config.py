@@ -23,7 +23,7 @@ from toolkit.finetune.parameters import (
 )
 from toolkit.io.json_fields import Fields, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
 from toolkit.weights.safetensors_header import ITEM_BYTES, ONE_SAVE, file_entries
 

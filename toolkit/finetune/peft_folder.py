@@ -1,7 +1,7 @@
 """Conversion of adapter tensors between PEFT folders and this toolkit: row order, and positions of a prefix.
 
 LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which Hugging Face orders
-differently (:func:`toolkit.models.common.table.hf_row_order`).
+differently (:func:`toolkit.models.common.parameter_table.hf_row_order`).
 
 PEFT stores a prefix of n tokens as past keys and values: one row per token, with each layer's keys and
     values. The
@@ -25,7 +25,6 @@ from torch import Tensor
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.parameters import IN_ATTENTION, is_added
 from toolkit.finetune.peft_config import (
     PEFT_CONFIG,
@@ -35,9 +34,10 @@ from toolkit.finetune.peft_config import (
     read_peft,
     to_peft_name,
 )
+from toolkit.finetune.saved_adapter import Adapter
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameter_table import hf_row_order
 from toolkit.models.common.rope import rope_rotations, rotate
-from toolkit.models.common.table import hf_row_order
 from toolkit.models.parameters import table
 from toolkit.weights.folder_write import Folder, no_progress, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.finetune.adapter import Adapter
-from toolkit.finetune.converters import apply_to_attention
+from toolkit.finetune.apply import apply_to_attention
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.parameters import IN_ATTENTION
+from toolkit.finetune.saved_adapter import Adapter
 from toolkit.models.common.decoder import Decoder
 from toolkit.weights.load import load_weights
 from toolkit.weights.source import WeightSource

@@ -22,8 +22,8 @@ from toolkit.data.tokenizers.load_tokenizer import load_tokenizer, vocabulary_si
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError, Problem
-from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.open_adapter import open_adapted, open_adapter_on
+from toolkit.finetune.saved_adapter import Adapter
 from toolkit.generation.adapters import Adapters
 from toolkit.generation.compiled import compiler_for
 from toolkit.generation.cpu_prepack import can_prepack, prepack_model

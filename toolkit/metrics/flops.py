@@ -1,4 +1,5 @@
-"""Model FLOPs per token and peak FLOP/s of devices, for MFU. Imports no torch.
+"""Model FLOPs per token and peak FLOP/s of devices, for MFU, which ``speed.py`` computes. Imports no
+torch.
 
 As in PaLM and torchtitan: 6 per parameter outside the embedding table, plus 12 · layers · heads · head dim ·
 sequence length for full attention, masked or not. A sliding window shorter than the sequence replaces its

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, INPUT, NORM, ParameterRow
+from toolkit.models.common.parameter_table import EMBEDDING, INPUT, NORM, ParameterRow
 from toolkit.models.parameters import head_parameters, table
 
 

@@ -1,11 +1,11 @@
-"""Queries of the parameter table of a model. Imports no torch."""
+"""Queries of the parameter table of a model (``common/parameter_table.py``). Imports no torch."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import Init, ParameterTable, head_rows
+from toolkit.models.common.parameter_table import Init, ParameterTable, head_rows
 from toolkit.models.registry import spec
 
 

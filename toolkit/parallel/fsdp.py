@@ -30,7 +30,7 @@ from toolkit.cpu.shared_memory import share_memory
 from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.hardware import device_type
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import EMBEDDING
+from toolkit.models.common.parameter_table import EMBEDDING
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from toolkit.distributed.dtensor import Fillable, clean_name, fillable_shard
 from toolkit.launcher.environment import threads
-from toolkit.models.common.table import Init
+from toolkit.models.common.parameter_table import Init
 
 BLOCK_ELEMENTS = 1 << 18
 """Maximum number of elements in a block, unless a single row has more. Changing it changes all initial

@@ -8,7 +8,7 @@ are reduce-scattered along the sequence. This avoids the cost of DTensor's dispa
 Generation
 decodes one token at a time, so it does not split sequences: nothing is gathered, and outputs are all-reduced.
 
-Each row of the parameter table has a style of :data:`STYLES` for its module.
+Each row of a family's parameter table has a style of :data:`STYLES` for its module.
 """
 
 from __future__ import annotations

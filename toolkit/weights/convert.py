@@ -1,4 +1,4 @@
-"""Conversion of weights between formats, with verification."""
+"""Conversion of weights between formats, with verification. The parameter table has the names."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from toolkit import __version__
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError, first_few, join_or
-from toolkit.finetune.adapter import Adapter
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.open_adapter import open_adapted, with_adapter
+from toolkit.finetune.saved_adapter import Adapter
 from toolkit.io.work_folder import reject_existing
 from toolkit.launcher.environment import threads
 from toolkit.models.parameters import table

@@ -64,7 +64,7 @@ def _template(settings: Mapping[str, Any]) -> str | None:
     path = settings.get("data.chat_template")
     if not path:
         return None
-    from toolkit.data.chat.formats import template_text  # needs jinja
+    from toolkit.data.chat.choose_format import template_text  # needs jinja
 
     with contextlib.suppress(DataError):
         return template_text(path)

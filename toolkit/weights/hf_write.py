@@ -21,8 +21,8 @@ from torch import Tensor
 from toolkit.distributed.agreement import Ranks
 from toolkit.launcher.environment import threads
 from toolkit.models.common.hf_config import GENERATION_CONFIG, generation_config_json
+from toolkit.models.common.parameter_table import hf_row_order
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.common.table import hf_row_order
 from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder

@@ -22,7 +22,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import Fillable, fillable_shard
 from toolkit.errors import CheckpointError, DataError, first_few
 from toolkit.launcher.environment import threads
-from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.weights.source import StoredTensor, WeightSource
 
 BLOCK_BYTES = 16 << 20

@@ -21,8 +21,8 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, SavedFile, TensorPlace, new_output, read_region, whole
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD, NORM, head_rows
 from toolkit.models.common.spec import PARAMS
-from toolkit.models.common.table import EMBEDDING, HEAD, NORM, head_rows
 from toolkit.models.on_disk import read_meta_params
 from toolkit.models.parameters import table
 from toolkit.weights.safetensors_header import ignored_note

@@ -16,8 +16,8 @@ import torch
 
 from toolkit.compat import FakeTensorMode, checkpoint_offset
 from toolkit.distributed.agreement import Ranks
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.common.spec import PARAMS
-from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.meta_folder import MetaFolder

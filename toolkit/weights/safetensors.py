@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from toolkit.io.tensor_file import TensorPlace, new_output, read_region, whole
+from toolkit.models.common.parameter_table import HEAD
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.common.table import HEAD
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import table
 from toolkit.weights.safetensors_header import model_entries

@@ -20,7 +20,7 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few, quote
 from toolkit.io.json_fields import is_size, parse_json, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.parameters import table
 
 SINGLE = "model.safetensors"

@@ -1,5 +1,7 @@
 """The interface of weight sources: tensors of any format on disk by our names, read in whole or by region.
 
+``open.py`` finds the source of a folder.
+
 Names and row order are Meta's: ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
 ``norm.weight``, ``output.weight``, with the rows of wq and wk in adjacent pairs for RoPE.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 from toolkit.errors import DataError
 from toolkit.io.tensor_file import BUFFER_BYTES, Region
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.parameters import parameter_shapes
 from toolkit.weights.source import Region, StoredTensor, WeightSource
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.empty_masks import NO_LOSS
-from toolkit.data.chat.formats import chat_format
 from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.chat.unwritten import ARGUMENTS

@@ -1,4 +1,4 @@
-"""Choice of the attention backend. Imports no torch."""
+"""Choice of the attention backend, of those in ``attention.py``. Imports no torch."""
 
 from __future__ import annotations
 

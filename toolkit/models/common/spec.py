@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.table import ParameterRow, decoder_rows, dense_block
+from toolkit.models.common.parameter_table import ParameterRow, decoder_rows, dense_block
 
 if TYPE_CHECKING:
     from toolkit.models.common.chat_format import ChatFormat

@@ -84,7 +84,7 @@ def chat_template_readable(run: PlannedRun) -> list[Problem]:
     data = run.config.data
     if not any(corpus.shape for corpus in corpora(run.config)) or not data.chat_template:
         return []
-    from toolkit.data.chat.formats import check_asked  # needs jinja
+    from toolkit.data.chat.choose_format import check_asked  # needs jinja
 
     try:
         check_asked(data.chat_template, data.chat_template_kwargs, data.mask_empty_thinking)

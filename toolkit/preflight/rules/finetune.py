@@ -24,7 +24,7 @@ from toolkit.finetune.parameters import (
 )
 from toolkit.finetune.peft_config import is_peft_folder, unsupported_by_peft
 from toolkit.finetune.saved_options import differences, saved_options
-from toolkit.models.common.table import EMBEDDING
+from toolkit.models.common.parameter_table import EMBEDDING
 from toolkit.models.from_config import weights_folder
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes

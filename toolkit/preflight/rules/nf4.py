@@ -30,7 +30,7 @@ def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
     if version is None or skips or not run.config.finetune.quantizes:
         return []
     rule = f"fully_shard supports integer weights from torch 2.12 on; this is {version}"
-    return [run.problem(_KEY, rule, 'set it to "none", install torch 2.13, or train on one rank')]
+    return [run.problem(_KEY, rule, 'set it to "none", install torch 2.13, or train on one GPU')]
 
 
 @rule()

@@ -13,8 +13,8 @@ from toolkit.data.tokenizers.load_tokenizer import vocabulary_size
 from toolkit.errors import DataError, Problem, first_few, install_command
 from toolkit.io.json_fields import read_object
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.common.spec import CONFIG
-from toolkit.models.common.table import EMBEDDING, HEAD
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import table
 from toolkit.models.registry import presets

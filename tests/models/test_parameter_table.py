@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import hf_row_order
+from toolkit.models.common.parameter_table import hf_row_order
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.parameters import parameter_shapes, table
 from toolkit.models.registry import resolve

@@ -10,7 +10,7 @@ from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.table import EMBEDDING, HEAD, Init
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD, Init
 from toolkit.models.parameters import linear_layers
 
 
