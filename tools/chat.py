@@ -230,7 +230,7 @@ def talk(dialog: Dialog, terminal: Terminal, loaded: LoadedModel | None = None) 
     while (line := terminal.line()) is not None and line.strip() not in _ENDS:
         if line.strip() == "/reset":
             dialog.reset()
-            terminal.note("the dialog begins anew")
+            terminal.note("the dialog starts again")
             continue
         command, _, name = line.strip().partition(" ")
         if command == _ADAPTER:

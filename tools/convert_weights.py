@@ -64,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer",
         type=local_path,
         metavar="PATH",
-        help="to put beside the weights; default: IN's, or the run's",
+        help="saved with the weights; default: IN's, or the run's",
     )
     parser.add_argument(
         "--max-bytes", type=int, metavar="N", help="of a Hugging Face file; 0 is one file (default: 5 GB)"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read all back, compare each bit, and refuse NaN and infinity"
+        "--verify", action="store_true", help="read all back, compare each bit, and reject NaN and infinity"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what each tensor becomes, and stop")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

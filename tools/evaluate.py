@@ -209,10 +209,10 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
         parser.error(f"unrecognized arguments: {' '.join(words)} (flags of a config need --config FILE)")
     for flag, key in _OF_ROWS.items():
         if _value(asked, flag) is not None and not (asked.text or asked.tasks):
-            parser.error(f"{flag} does nothing without --text or --tasks: that of --config is {key}")
+            parser.error(f"{flag} has no effect without --text or --tasks: that of --config is {key}")
     for flag, needed in _ACTS_WITH.items():
         if _value(asked, flag) is not None and not _value(asked, needed):
-            parser.error(f"{flag} does nothing without {needed}")
+            parser.error(f"{flag} has no effect without {needed}")
     if asked.tasks and not _names(asked):
         parser.error(f"argument --tasks: contains no task: {asked.tasks!r}")
     if (asked.few_shot or 0) < 0:

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a special token, or an id, at which text ends, beside those of tokenizer and model; repeatable",
+        help="a special token, or an id, at which text also ends, besides those of the model; repeatable",
     )
     add("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     add("--compile", action="store_true", help="the step of a token, for long texts; one process")
@@ -121,10 +121,10 @@ def _prompt(line: str, where: str) -> str:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise DataError(f"{where} is no JSON: {error}\n  fix:  {_JSON_FIX}") from None
+        raise DataError(f"{where} is not JSON: {error}\n  fix:  {_JSON_FIX}") from None
     prompt = found.get("prompt") if isinstance(found, dict) else None
     if not isinstance(prompt, str):
-        raise DataError(f'{where} is no object with a text as its "prompt"\n  fix:  {_JSON_FIX}')
+        raise DataError(f'{where} is not an object with a text as its "prompt"\n  fix:  {_JSON_FIX}')
     return prompt
 
 

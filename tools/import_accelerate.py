@@ -80,7 +80,7 @@ def translate(
         _apply(name, item, values, result)
     if replicas and not result.problems and _REPLICATE not in result.settings:
         rule = "HYBRID_SHARD and HYBRID_SHARD_ZERO2 alone have replicas"
-        result.problems.append(Problem(rule, "name one of them, or leave it out", "--replicas", replicas))
+        result.problems.append(Problem(rule, "name one of them, or remove it", "--replicas", replicas))
     return result
 
 
@@ -95,7 +95,7 @@ def _counts(values: Mapping[str, Any], replicas: int) -> dict[str, int]:
 
 
 def _unknown(item: Given) -> Problem:
-    fix = did_you_mean(item.name, [*KEYS, *ALIASES, *TABLES], "leave it out")
+    fix = did_you_mean(item.name, [*KEYS, *ALIASES, *TABLES], "remove it")
     return Problem("accelerate has no such key for FSDP", fix, item.name, item.value, item.origin)
 
 
@@ -111,7 +111,7 @@ def _apply(name: str, item: Given, values: Mapping[str, Any], result: Imported) 
             rule = f"{key} would be {result.settings[key]} by another key"
             raise Refused(rule, "keep one of the two")
     except Refused as refused:
-        result.lines.append(f"{said} refused: {refused.rule}")
+        result.lines.append(f"{said} rejected: {refused.rule}")
         result.problems.append(Problem(refused.rule, refused.fix, item.name, item.value, item.origin))
         return
     ours = [f"{key} = {format_toml(value)}" for key, value in meaning.settings.items()]
@@ -222,10 +222,10 @@ def _parser() -> argparse.ArgumentParser:
         "--num_processes",
         type=int,
         metavar="N",
-        help="ranks on all machines together, in place of the file's",
+        help="ranks on all machines together, instead of the file's",
     )
-    add("--num_machines", type=int, metavar="N", help="in place of the file's")
-    add("--replicas", type=int, default=0, metavar="N", help="of HYBRID_SHARD, in place of one a machine")
+    add("--num_machines", type=int, metavar="N", help="instead of the file's")
+    add("--replicas", type=int, default=0, metavar="N", help="of HYBRID_SHARD, instead of one per machine")
     add(
         "--extends",
         type=local_path,

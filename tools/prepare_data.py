@@ -52,7 +52,7 @@ RULES = (
     "empty_thinking_is_masked",
     "new_tokens_have_rows",
 )
-"""Those about data and tokenizer."""
+"""Problems with data and tokenizer."""
 
 
 def check(config: Config) -> None:

@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("--output", type=local_path, required=True, help="folder for the tokenizer file")
     arguments = parser.parse_args()
     if arguments.text_column is not None and not arguments.corpus:
-        parser.error("--text-column does nothing without --corpus")
+        parser.error("--text-column has no effect without --corpus")
     path = arguments.output / FILE_NAMES[arguments.format]
     if any(folder.exists() and not folder.is_dir() for folder in path.parents):
         parser.error(f"--output {arguments.output}: no folder can be made there")

@@ -89,7 +89,7 @@ def _dialect(source: str) -> Iterator[tuple[int, str, str]]:
 
 def test_texts_use_the_words_of_the_field() -> None:
     wrong = []
-    for file in sorted((ROOT / "toolkit").rglob("*.py")):
+    for file in [file for folder in ("toolkit", "tools") for file in sorted((ROOT / folder).rglob("*.py"))]:
         source, name = file.read_text(encoding="utf-8"), file.relative_to(ROOT)
         wrong += [f"{name}:{line}: {words!r}: write {better}" for line, words, better in _dialect(source)]
         wrong += [

@@ -25,7 +25,7 @@ from toolkit.launcher import supervisor
 from toolkit.launcher.node_link import Link, Message, interface_of
 from toolkit.launcher.node_terms import Terms
 from toolkit.launcher.nodes import Member
-from toolkit.launcher.roll_call import RollCall
+from toolkit.launcher.rendezvous import Rendezvous
 from toolkit.launcher.supervisor import Launch
 
 SKIP = why_not()
@@ -161,8 +161,8 @@ def test_a_node_that_cannot_prepare_ends_all(three: Cluster, folder: Path) -> No
 @pytest.mark.parametrize("kind", ["hello", "leave"])
 def test_node_0_hears_what_ended_all_before_it_came(kind: str) -> None:
     """Its launcher listens before it comes itself, so that another node may be there and fail first."""
-    calls = RollCall(Terms(least=2, most=2), {}, lambda nodes: [], lambda: 0, lambda nodes, known: "")
-    port = calls.listen(0)
+    rendezvous = Rendezvous(Terms(least=2, most=2), {}, lambda nodes: [], lambda: 0, lambda nodes, known: "")
+    port = rendezvous.listen(0)
 
     def come(node: int, kind: str, **said: Any) -> Message:
         link = Link(socket.create_connection(("127.0.0.1", port), timeout=5), 5)
@@ -174,10 +174,10 @@ def test_node_0_hears_what_ended_all_before_it_came(kind: str) -> None:
         return answer
 
     come(1, kind, facts={}, code=3, text="no such corpus")
-    assert eventually(lambda: calls._phase == "over", 5)
+    assert eventually(lambda: rendezvous._phase == "over", 5)
     assert come(0, "hello", facts={}) == {"kind": "exit", "code": 3, "text": "node 1 (host1): no such corpus"}
-    calls.close()
-    assert not calls.thread.is_alive()
+    rendezvous.close()
+    assert not rendezvous.thread.is_alive()
 
 
 def _end_of_a_round(node_0: Callable[[Link], None], *, sleeps: float, code: int = 75) -> int:

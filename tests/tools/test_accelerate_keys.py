@@ -173,7 +173,7 @@ def test_a_strategy_that_is_none_is_told_once() -> None:
 
 TPU = "TPUs need separate APIs"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    *(({name: value}, TPU, "leave it out") for name, value in {
+    *(({name: value}, TPU, "remove it") for name, value in {
         "downcast_bf16": "yes", "tpu_env": ["A=1"], "tpu_use_cluster": True, "tpu_use_sudo": True,
         "tpu_name": "pod", "tpu_zone": "us-1", "tpu_vm": ["a"], "commands": ["ls"], "command_file": "file",
         "xla": True, "xla_fsdp_v2": True, "xla_fsdp_settings": {"a": 1}, "xla_fsdp_grad_ckpt": True,
@@ -200,7 +200,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "many"}, "whole number", ""),
     ({"fsdp_offload_params": "maybe"}, "true or false", ""),
     ({"fsdp_state_dict_type": "DICT"}, "SHARDED_STATE_DICT", ""),
-    ({"fsdp_ignored_modules": "lm_head"}, "every module", "leave it out"),
+    ({"fsdp_ignored_modules": "lm_head"}, "every module", "remove it"),
     ({"fsdp_version": 3}, "1 or 2", ""),
     ({"num_processes": 3, "num_machines": 2}, "not a multiple of num_machines", "2, 4 or more"),
     ({"num_processes": 0}, "at least 1", ""),

@@ -148,7 +148,7 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
     assert first == second != ""
-    assert "llama2 format" in printed.err and "anew" in printed.err
+    assert "llama2 format" in printed.err and "starts again" in printed.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n/exit\nnever\n"))
     assert main([str(MODEL), *options]) == EXIT_FINISHED
     assert capsys.readouterr().out.splitlines() == [first]

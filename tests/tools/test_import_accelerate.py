@@ -369,7 +369,7 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path, capsys: pytest.Capt
     text = EXAMPLE.replace("bf16\n", "fp16\n").replace("tpu_use_sudo: false", "tpu_use_sudo: true")
     code, said = _import(capsys, _file(tmp_path, text))
     assert code == 2 and said.count("  rule: ") == 3
-    assert 'mixed_precision = "fp16" refused: ' in said
+    assert 'mixed_precision = "fp16" rejected: ' in said
 
 
 # Launching

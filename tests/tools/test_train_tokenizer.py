@@ -148,4 +148,4 @@ def test_a_column_of_no_files_is_refused(
     monkeypatch.setattr("sys.argv", ["train_tokenizer", "--text-column", "body", "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         train_tokenizer.main()
-    assert ended.value.code == EXIT_CONFIG and "does nothing without --corpus" in capsys.readouterr().err
+    assert ended.value.code == EXIT_CONFIG and "has no effect without --corpus" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 """One node of several: joins the rendezvous of node 0, starts its ranks on request and reports how they
-ended. `toolkit.launcher.roll_call` decides what follows."""
+ended. `toolkit.launcher.rendezvous` decides what follows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from toolkit.launcher.environment import QUESTION, environment_error
 from toolkit.launcher.failure import any_failed_by_itself, first_failure
 from toolkit.launcher.node_link import Link, Message, interface_of
 from toolkit.launcher.node_terms import Terms
-from toolkit.launcher.roll_call import FAREWELL_SECONDS, TELL_EVERY, Fits, RollCall
+from toolkit.launcher.rendezvous import FAREWELL_SECONDS, TELL_EVERY, Fits, Rendezvous
 from toolkit.launcher.signals import Stopped, stop_at_once
 from toolkit.launcher.supervisor import Launch, Watch, say
 
@@ -318,12 +318,12 @@ def supervise_nodes(
     """
     asked = {"NNODES": terms.asked, "NGPU": launch.processes}
     facts = {**versions(), **asked, **config}
-    roll_call, port = None, launch.master_port
+    rendezvous, port = None, launch.master_port
     with supervisor.signals() as arrived:
         if launch.node_rank == 0:
-            roll_call = RollCall(terms, facts, fits, saved_step, hung)
+            rendezvous = Rendezvous(terms, facts, fits, saved_step, hung)
             try:
-                port = roll_call.listen(port)
+                port = rendezvous.listen(port)
             except OSError as error:
                 rule = f"node 0 cannot listen there: {error.strerror}"
                 raise environment_error(
@@ -333,5 +333,5 @@ def supervise_nodes(
         try:
             return member.take_part(launch.master_addr, port)
         finally:
-            if roll_call:
-                roll_call.close()
+            if rendezvous:
+                rendezvous.close()

@@ -268,7 +268,7 @@ FSDP_KEYS: dict[str, Rule] = {
     "fsdp_limit_all_gathers": gone("always: FSDP2 bounds what is in flight by itself"),
     "fsdp_activation_checkpointing": _activation_checkpointing,
     "fsdp_activation_checkpointing_offload": _activation_offload,
-    "fsdp_ignored_modules": off("every module is sharded", "leave it out"),
+    "fsdp_ignored_modules": off("every module is sharded", "remove it"),
     "parallelism_config_dp_replicate_size": _degree("data_parallel_replicate_degree"),
     "parallelism_config_dp_shard_size": _degree("data_parallel_shard_degree"),
     "parallelism_config_tp_size": _degree("tensor_parallel_degree"),

@@ -26,7 +26,7 @@ def _mixed_precision(value: Any, values: Values) -> Meaning:
         raise Refused(rule, "write bf16, or no, which is fp32")
     if str(value).strip().lower() == "fp8":
         raise Refused(
-            "float8 is an option of its own here, and bf16 is computed beside it",
+            "float8 is an option of its own here, and bf16 is computed with it",
             'write bf16, and set model.converters = ["float8"] in the TOML file (docs/float8.md)',
         )
     key = "training.mixed_precision_param"
@@ -167,13 +167,13 @@ LAUNCH_KEYS: dict[str, Rule] = {
     "dynamo_mode": _dynamo_mode,
     "dynamo_use_fullgraph": _fullgraph,
     "dynamo_use_dynamic": off(
-        "shapes are fixed, so that a run and its resume use the same kernels", "leave it out"
+        "shapes are fixed, so that a run and its resume use the same kernels", "remove it"
     ),
     "dynamo_use_regional_compilation": gone("always: what is compiled is a block"),
     "deepspeed_config": off("DeepSpeed is not used", _OTHER_LIBRARY),
     "megatron_lm_config": off("Megatron-LM is not used", _OTHER_LIBRARY),
-    "mpirun_config": off("ranks are not started by mpirun", "leave it out, and use run_train.sh"),
-    "fp8_config": off("float8 is model.converters here (docs/float8.md)", "leave it out"),
+    "mpirun_config": off("ranks are not started by mpirun", "remove it, and use run_train.sh"),
+    "fp8_config": off("float8 is model.converters here (docs/float8.md)", "remove it"),
     "downcast_bf16": tpu(),
     "tpu_name": tpu(),
     "tpu_zone": tpu(),

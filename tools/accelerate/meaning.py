@@ -47,7 +47,7 @@ def switch(value: Any) -> bool:
 
 
 def is_on(value: Any) -> bool:
-    """Say if a value asks for something, rather than for nothing."""
+    """Return whether a value asks for something, rather than for nothing."""
     return bool(value) and str(value).strip().lower() not in ("false", "no", "off", "none", "0", "")
 
 
@@ -95,4 +95,4 @@ def off(reason: str, fix: str) -> Rule:
 
 def tpu() -> Rule:
     """A key for TPUs."""
-    return off(NO_TPU, "leave it out, and train on GPUs or CPUs")
+    return off(NO_TPU, "remove it, and train on GPUs or CPUs")

@@ -46,7 +46,7 @@ def read_file(path: Path) -> list[Given]:
     """Every key of a YAML or JSON file, those of inner tables too, with its line.
 
     Raises:
-        ConfigError: it cannot be read, or is no table of keys.
+        ConfigError: it cannot be read, or is not a table of keys.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -62,7 +62,7 @@ Fits = Callable[[int], "Sequence[str] | None"]
 
 
 @dataclass
-class RollCall:
+class Rendezvous:
     """Called with node 0's own ``facts``, from which no other node may differ."""
 
     terms: Terms
