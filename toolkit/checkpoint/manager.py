@@ -41,8 +41,7 @@ class CheckpointManager:
     """The checkpoints in ``folder``.
 
     Every method is collective: all ranks of ``group`` (default: all) call it with the same arguments, except
-        for
-    the tensors. Tensors may be DTensors of any mesh.
+    for the tensors. Tensors may be DTensors of any mesh.
 
     Args:
         keep_latest_k: number of committed checkpoints to keep; 0 keeps all.

@@ -31,8 +31,7 @@ def open_data(config: Config, *, progress: bool) -> RunData:
 
     Raises:
         DataError: A corpus or the tokenizer is missing, empty or unreadable, or a corpus that is not
-        tokenized
-            yet is larger than data.max_inline_gb.
+            tokenized yet is larger than data.max_inline_gb.
     """
     tokenizer = run_tokenizer(config)
     limit = config.data.max_inline_gb

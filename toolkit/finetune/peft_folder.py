@@ -4,9 +4,8 @@ LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which 
 differently (:func:`toolkit.models.common.parameter_table.hf_row_order`).
 
 PEFT stores a prefix of n tokens as past keys and values: one row per token, with each layer's keys and
-    values. The
-following tokens have positions from n on there, and from 0 here. Because RoPE depends only on distances, our
-keys are PEFT's rotated back by n positions.
+values. The following tokens have positions from n on there, and from 0 here. Because RoPE depends only on
+distances, our keys are PEFT's rotated back by n positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Prefix tuning: learned keys and values that every token attends to in addition to those of its document.
-They have no
-positions: keys are learned as they are after RoPE.
+They have no positions: keys are learned as they are after RoPE.
 
 PEFT implements them as past keys and values; here they are parameters of the attention, which work with
 activation checkpointing, do not shift the tokens' positions, and precede each of several packed documents.

@@ -2,12 +2,10 @@
 https://kellerjordan.github.io/posts/muon.
 
 The update of a matrix is its momentum, orthogonalized by five Newton-Schulz iterations, which need the full
-matrix.
-With FSDP, replication or tensor parallelism, one rank owns each matrix: an all-to-all gathers the shards on
-    the
-owner, and another returns the shards of the update. Ownership is balanced by cost, so that no work is
-duplicated. Communication and iterations use bfloat16, as torch.optim.Muon does: a rank sends about 4 bytes
-per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout can be
+matrix. With FSDP, replication or tensor parallelism, one rank owns each matrix: an all-to-all gathers the
+shards on the owner, and another returns the shards of the update. Ownership is balanced by cost, so that no
+work is duplicated. Communication and iterations use bfloat16, as torch.optim.Muon does: a rank sends about 4
+bytes per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout can be
 compared with one process.
 
 Momentum is sharded like its parameter, so any mesh can resume from a checkpoint of any other.

@@ -25,8 +25,7 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
 
     Raises:
         ConfigError: the function returns no optimizer, it omits parameters, or lacks fresh_state; in the
-            first
-            step: its state differs from fresh_state, or it changes its groups.
+            first step: its state differs from fresh_state, or it changes its groups.
     """
     named, name = list(parameters), config.optimizer.name
     builder = registry(_KEY)[name]

@@ -8,15 +8,12 @@ norm, RoPE or SwiGLU. So attention is always saved and elementwise operators nev
 output is no wider than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per
 key. The widening ones (w1, w3) would take 7 D more at a width of 3.5 D, at the lowest FLOPs per byte of all
 matmuls, and are recomputed: 54% of a block's matmul FLOPs, while mode "full" recomputes all of them and
-attention. Reduce-scatters are saved
-too: they take time, although no FLOPs.
+attention. Reduce-scatters are saved too: they take time, although no FLOPs.
 
 Under tensor parallelism the rule sees a rank's shards of the matrices: the outputs of w1 and w3 become narrow
 enough to save, and wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
-All-gathers are
-never saved: their output is tp times as large as their input. (Without a compiler that removes them, wo and
-    w2 are
-recomputed although nothing needs them; ``early_stop`` avoids w2.)
+All-gathers are never saved: their output is tp times as large as their input. (Without a compiler that
+removes them, wo and w2 are recomputed although nothing needs them; ``early_stop`` avoids w2.)
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ Weights, gradients and optimizer state keep their dtypes. Recipes, casts and ker
 T tokens of a micro-batch, K input features, N output features.
 
 A matrix that is sharded by tensor or context parallelism has the scales of the full matrix: maxima are
-    reduced
-over its ranks, so that a layer computes the same as on one rank. They are not reduced over data-parallel
-ranks: scales are those of a micro-batch.
+reduced over its ranks, so that a layer computes the same as on one rank. They are not reduced over
+data-parallel ranks: scales are those of a micro-batch.
 """
 
 from __future__ import annotations

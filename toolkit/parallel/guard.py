@@ -34,8 +34,7 @@ class Guard:
     """The policy of ``options``.
 
     ``memory`` returns the history that is saved with the run as JSON: "losses" and "norms" of the latest
-        updates,
-    and "skips", the number of batches skipped since the last update.
+    updates, and "skips", the number of batches skipped since the last update.
 
     Attributes:
         rejected: the last batch, if it was rejected.

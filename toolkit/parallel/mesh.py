@@ -1,10 +1,9 @@
 """The device mesh and the process groups of each technique.
 
 Dimensions, outermost first: ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Adjacent ranks are in
-    the same ``tp`` group, then in the same ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays
-    inside
-a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same sequence
-use the same weights and sum their gradients, like data-parallel ranks.
+the same ``tp`` group, then in the same ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays
+inside a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same
+sequence use the same weights and sum their gradients, like data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ class ModelParts(ABC):
         """Run forward and backward of a step's prepared micro-batches, with losses times ``scale``.
 
         Gradients are summed over all ranks. Returns this rank's part of the sums of the loss and of
-        ``names``,
-        without ``scale``: (1 + names,) fp64.
+        ``names``, without ``scale``: (1 + names,) fp64.
         """
         stages = [model.block_sums for model in self.models]
         for sums in stages:

@@ -7,9 +7,8 @@ from which the objective is computed. Every stage gets positions, documents and 
 pipeline read.
 
 A tied head is on another stage than the embedding: it is a copy with the same initial weights, and the
-    gradients of
-both are summed, so that both get the same updates. The two ranks add in different orders with the same
-result, bit for bit, because addition of two values is commutative.
+gradients of both are summed, so that both get the same updates. The two ranks add in different orders with
+the same result, bit for bit, because addition of two values is commutative.
 """
 
 from __future__ import annotations

@@ -120,8 +120,7 @@ def _visible_chunks(
     shards: SequenceShards, step: int, size: int, window: int | None
 ) -> list[tuple[int, int, int, int]]:
     """Return the pairs of this rank's chunks of queries and the chunks of keys present at ``step`` that are
-    not
-    entirely masked: their indices on the rank, then in the sequence. Chunks have ``size`` tokens."""
+    not entirely masked: their indices on the rank, then in the sequence. Chunks have ``size`` tokens."""
     mine, theirs = shards.of(shards.rank), shards.of((shards.rank - step) % shards.size)
     return [
         (i, j, one, other)

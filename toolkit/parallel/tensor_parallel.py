@@ -5,8 +5,8 @@ a rank has. The forward of its module reads the local shard as a plain tensor, a
 (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198): hidden states
 are gathered along the sequence before attention, feed-forward and head, and the outputs of row-wise layers
 are reduce-scattered along the sequence. This avoids the cost of DTensor's dispatch in every operator.
-Generation
-decodes one token at a time, so it does not split sequences: nothing is gathered, and outputs are all-reduced.
+Generation decodes one token at a time, so it does not split sequences: nothing is gathered, and outputs are
+all-reduced.
 
 Each row of a family's parameter table has a style of :data:`STYLES` for its module.
 """

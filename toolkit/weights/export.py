@@ -28,8 +28,7 @@ def export_hf(
     """Write the model in a committed ``step_folder`` as ``out``, in ``dtype``, with the tokenizer's files.
 
     Collective: each of ``ranks`` writes part of the files, reading what it needs from the checkpoint, which
-        was
-    just written and is not verified again. ``out`` is replaced atomically.
+    was just written and is not verified again. ``out`` is replaced atomically.
 
     Raises:
         CheckpointError, DataError: on every rank: the checkpoint or tokenizer cannot be read, or the folder

@@ -1,10 +1,9 @@
 """Loading of weights on disk into a sharded model.
 
 Each rank reads only the regions of its shards, in blocks, several in parallel: directly into the shard if
-    that is on
-the host and of the dtype on disk, otherwise through a buffer. If only rank 0 has the files, it reads and
-broadcasts block after block, and each rank copies its part. Either way, peak memory is a rank's shards and
-some blocks.
+that is on the host and of the dtype on disk, otherwise through a buffer. If only rank 0 has the files, it
+reads and broadcasts block after block, and each rank copies its part. Either way, peak memory is a rank's
+shards and some blocks.
 """
 
 from __future__ import annotations

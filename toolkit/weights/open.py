@@ -126,8 +126,7 @@ def _classifier(given: Fields) -> Classifier | None:
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:
     """Open the weights at ``path``, reading only headers; ``verify`` checks the hashes of a checkpoint,
-    divided
-    among ``ranks``: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
+    divided among ``ranks``: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
 
     Raises:
         DataError, CheckpointError: there are no weights, or their headers, config or manifest are invalid.

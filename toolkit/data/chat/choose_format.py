@@ -44,8 +44,7 @@ def chat_format(
 
     Raises:
         DataError: No format can be determined, the tokenizer lacks its tokens, the template cannot be read,
-        or
-            it does not use an option.
+            or it does not use an option.
     """
     known = chat_formats()
     variables = variables or {}

@@ -22,13 +22,12 @@ def choose_attention(
     """Return the attention backend for ``model.attention`` = ``asked`` on a ``device`` ("cpu" or "cuda").
 
     ``documents``: samples contain several documents, each attending within itself. ``prefix``: there is a
-        learned prefix, which only SDPA supports. On CPU "auto" is blockwise with ``cpu_fast_paths``; SDPA,
-        the only
-    other backend that trains there, is faster only for fp32 rows of at least 2,048 tokens without documents.
-    On CUDA "auto" is the backend in the flavor's name; else SDPA for plain causal attention, for which it has
-    fused kernels, and flex for documents, for which SDPA needs a dense mask (S² bytes per sample, and a
-    slower kernel). The choice on CUDA follows published results; ``benchmarks/attention.py`` measures a
-    device.
+    learned prefix, which only SDPA supports. On CPU "auto" is blockwise with ``cpu_fast_paths``; SDPA, the
+    only other backend that trains there, is faster only for fp32 rows of at least 2,048 tokens without
+    documents. On CUDA "auto" is the backend in the flavor's name; else SDPA for plain causal attention, for
+    which it has fused kernels, and flex for documents, for which SDPA needs a dense mask (S² bytes per
+    sample, and a slower kernel). The choice on CUDA follows published results; ``benchmarks/attention.py``
+    measures a device.
     """
     if asked != "auto":
         return asked

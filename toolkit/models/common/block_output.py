@@ -1,9 +1,8 @@
 """Auxiliary losses and statistics that blocks return with hidden states.
 
 A block is pure: it returns them, so that activation checkpointing may recompute it. Decoder sums them
-    outside,
-once per micro-batch. A loss enters the objective only in backward: its gradient is attached to the hidden
-states, which works alike in a whole model and in a pipeline stage.
+outside, once per micro-batch. A loss enters the objective only in backward: its gradient is attached to the
+hidden states, which works alike in a whole model and in a pipeline stage.
 """
 
 from __future__ import annotations
