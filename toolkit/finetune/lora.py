@@ -19,6 +19,7 @@ from toolkit.compat import unsafe_view
 from toolkit.config.finetune import LoRA
 from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.finetune.nf4 import dequantize, linear
+from toolkit.hardware import device_type
 from toolkit.models.common.plain_linear import check_plain
 
 
@@ -55,7 +56,7 @@ class LoRALinear(nn.Linear):
         result = linear(x, self.weight, self.bias)
         if not self.enabled:
             return result
-        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        dropped = self._drop(x) if self.dropout and self.training else x
         inner = F.linear(dropped, self.lora_a).flatten(0, -2)
         if self.magnitude is None:  # addmm fuses scaling and addition into the matmul
             sums = torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale)
@@ -64,6 +65,11 @@ class LoRALinear(nn.Linear):
         update = (inner @ self.lora_b.T * self.scale).view_as(result)
         ratio = self.magnitude / self._row_norms().to(self.magnitude.dtype)
         return result + linear(dropped, self.weight) * (ratio - 1) + update * ratio
+
+    def _drop(self, x: Tensor) -> Tensor:
+        if device_type(x.device.type) == "cuda":  # F.dropout's operator there, whose mask a dry run counts
+            return torch.native_dropout(x, self.dropout, True)[0]
+        return F.dropout(x, self.dropout)
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
