@@ -1,3 +1,22 @@
-"""Training of language models with PyTorch, from one TOML file."""
+"""Training of language models with PyTorch, from one TOML file.
+
+The names of the public Python API, which ``toolkit/api.py`` documents, are here too; docs/python.md shows it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.2.0"
+__all__ = [
+    "Config", "Decoder", "Trainer", "build_optimizer", "generate", "global_batches", "init_weights",
+    "learning_rate", "load_config", "load_model", "load_weights", "new_model", "open_data", "run", "start",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import the API when one of its names is first used: the preflight imports no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("toolkit.api"), name)

@@ -27,7 +27,8 @@ class OutputHead(nn.Module):
 
     def __init__(self, args: ModelArgs, loss_chunk_tokens: int):
         super().__init__()
-        self.weight = None if args.tie_embeddings else nn.Parameter(torch.empty(args.vocab_size, args.dim))
+        weight_VD = torch.empty(args.vocab_size, args.dim)
+        self.weight = None if args.tie_embeddings else nn.Parameter(nn.init.normal_(weight_VD, std=0.02))
         self.loss_chunk_tokens = loss_chunk_tokens
         # Functions of hidden states and a weight; torch.compile and tensor parallelism replace them.
         self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear

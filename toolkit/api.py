@@ -1,0 +1,225 @@
+"""The public Python API: what a notebook, a script or another trainer needs of the toolkit.
+
+Each function takes the configuration of a run, and gives what ``run_train.sh`` would use: the same weights,
+the same batches in the same order, the same learning rates. docs/python.md has a training loop of 25 lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit import preflight
+from toolkit.config import Config
+from toolkit.config import load_config as load_arguments
+from toolkit.config.finetune import Finetune
+from toolkit.config.training import Loss
+from toolkit.config.values import format_toml
+from toolkit.data import build, build_loader
+from toolkit.data.batch_size import batch_shape
+from toolkit.data.run_data import RunData
+from toolkit.distributed import process_group
+from toolkit.distributed.dtensor import clean_name
+from toolkit.errors import ConfigError, DataError, Problem
+from toolkit.generation.load import LoadedModel
+from toolkit.generation.load import load_model as load_sharded
+from toolkit.generation.sampling import Sampling
+from toolkit.hardware import detect
+from toolkit.launcher.environment import rank_environment
+from toolkit.metrics.startup_timer import StartupTimer
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.from_config import attention_name, model_args
+from toolkit.models.meta_decoder import meta_decoder
+from toolkit.models.parameters import init_rule
+from toolkit.optim.lr_scheduler import learning_rate as scheduled_rate
+from toolkit.optim.optimizer import build_optimizer as build_optimizer
+from toolkit.parallel.init_weights import initialize
+from toolkit.parallel.objective import count_valid
+from toolkit.step_hooks import StepHook
+from toolkit.trainer import Trainer
+from toolkit.weights.load import load_weights as load_source
+from toolkit.weights.open import open_weights
+
+_PLAIN: dict[str, Any] = {
+    "finetune": Finetune(),
+    "loss": Loss(),
+    "model.converters": [],
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+}
+"""Values with which a run is the model of its preset, data-parallel: all that :func:`new_model` builds."""
+
+
+def load_config(file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Load a TOML file and replace values by their keys, such as ``{"training.steps": 10}``.
+
+    Raises:
+        ConfigError: file or values are invalid; contains every problem.
+    """
+    values = {"job.config_file": str(file), **(overrides or {})}
+    texts = {key: it if isinstance(it, str) else format_toml(it) for key, it in values.items()}
+    return load_arguments([f"--{key}={text}" for key, text in texts.items()])
+
+
+@contextmanager
+def start(config: Config) -> Iterator[torch.device]:
+    """Join the run's process group, that of torchrun's ranks or of this process alone, and yield the device
+    of this rank. The group is left at the end, and one that exists is used and stays.
+
+    Raises:
+        ConfigError: the preflight finds problems of this configuration on so many ranks.
+    """
+    world_size = rank_environment(os.environ).world_size
+    hardware = detect(config.training.device)
+    if problems := preflight.check(config, world_size=world_size, hardware=hardware):
+        raise ConfigError(problems)
+    device = process_group.local_device("" if config.training.device == "auto" else hardware.device)
+    joins = not dist.is_initialized()
+    if joins:
+        process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
+    yield device
+    if joins:
+        process_group.stop()
+
+
+def run(config: Config, hooks: Sequence[StepHook] = ()) -> list[dict[str, Any]]:
+    """Train to the last step, resuming from the newest checkpoint, and return the logged values of each
+    logged step. ``hooks`` are called around each step.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, TrainingError: as the command line reports them.
+    """
+    with start(config) as device:
+        trainer = Trainer(config, open_data(config), device, StartupTimer(enabled=False))
+        trainer.hooks += hooks
+        trainer.train()
+    return trainer.history
+
+
+def open_data(config: Config) -> RunData:
+    """Open the tokenizer and the token caches of all corpora; tokenize those that have none.
+
+    Raises:
+        DataError: a corpus or the tokenizer is missing, empty or unreadable.
+    """
+    return build.open_data(config, progress=False)
+
+
+Batch = dict[str, Tensor | None]
+
+
+def global_batches(
+    config: Config, data: RunData, device: torch.device
+) -> Iterator[tuple[list[Batch], Tensor]]:
+    """Yield for each step this rank's micro-batches, all ranks being data-parallel, and the number of tokens
+    with a loss in those of all ranks.
+
+    A micro-batch has ``tokens`` and ``labels`` (B, S), int64 and already shifted, −100 where a token has no
+    loss, and ``positions`` and ``documents`` (B, S) or None.
+    """
+    ranks, training = dist.get_world_size(), config.training
+    shape = batch_shape(
+        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=ranks
+    )
+    assert shape is not None, "the preflight checks the batch"
+    loader = build_loader.training_loader(
+        config, data, shape, dp_rank=dist.get_rank(), dp_size=ranks, seed=config.debug.seed or 0
+    )
+    batches = iter(loader)
+    for first in batches:
+        rows: list[Batch] = [first, *(next(batches) for _ in range(shape.accumulation - 1))]
+        rows = [{name: None if it is None else it.to(device) for name, it in row.items()} for row in rows]
+        tokens = count_valid(rows)
+        dist.all_reduce(tokens)
+        yield rows, tokens
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return the learning rate of the update after ``step`` finished ones of ``training.steps``."""
+    options, steps = config.lr_scheduler, config.training.steps
+    return scheduled_rate(step, options, lr=config.optimizer.lr, total_steps=steps)
+
+
+def new_model(config: Config, data: RunData) -> Decoder:
+    """Build the model on the meta device, in ``training.dtype``, to be sharded before it gets storage by
+    ``model.to_empty(device=…)`` and values by :func:`init_weights` or :func:`load_weights`.
+
+    ``model(tokens)`` returns logits (B, S, V); with ``labels`` the sum of the losses of all tokens.
+
+    Raises:
+        ConfigError: the configuration asks for fine-tuning, another loss, converters, or tensor, context or
+            pipeline parallelism, which :func:`run` applies.
+    """
+    rule, fix = "new_model builds the plain model only", "remove it, or train with toolkit.run(config)"
+    given = {key: attrgetter(key)(config) for key in _PLAIN}
+    if problems := [Problem(rule, fix, key, it) for key, it in given.items() if it != _PLAIN[key]]:
+        raise ConfigError(problems)
+    model = meta_decoder(
+        model_args(config, tokenizer_vocab=data.n_words),
+        attention=attention_name(config, detect(config.training.device).device),
+        loss_chunk_tokens=config.training.loss_chunk_tokens,
+    )
+    return model.to(process_group.DTYPES[config.training.dtype])
+
+
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {clean_name(name): tensor for name, tensor in named}
+
+
+def init_weights(model: Decoder, seed: int = 0) -> None:
+    """Fill a model with its initial weights, in place: the same bits however it is sharded."""
+    initialize(_tensors(model).items(), seed, lambda name: init_rule(name, model.args))
+
+
+def load_weights(model: Decoder, path: str | Path) -> None:
+    """Load a Hugging Face folder, a Meta folder or a checkpoint of a run into a model, in place. Each rank
+    reads what its shards need.
+
+    Raises:
+        DataError, CheckpointError: the weights are damaged, or do not fit the model, by name and shape.
+    """
+    load_source(open_weights(path), _tensors(model))
+
+
+def load_model(
+    path: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> LoadedModel:
+    """Load a model for generation, with its tokenizer: a Hugging Face folder, a Meta folder, a checkpoint, or
+    an adapter with its base. By default it is on the first GPU if there is one, in bfloat16 if the device
+    computes in it.
+
+    Raises:
+        DataError, CheckpointError: weights or tokenizer cannot be read.
+    """
+    place = torch.device(device) if device else process_group.local_device()
+    return load_sharded(path, device=place, dtype=dtype or process_group.native_dtype(place))
+
+
+def generate(
+    model: LoadedModel, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
+) -> str:
+    """Return the text that the model adds to ``prompt``: the most likely tokens, or with a ``temperature``
+    sampled ones, until the model ends it.
+
+    Raises:
+        DataError: the model has no tokenizer, or the prompt leaves no room in its context.
+    """
+    if (tokenizer := model.tokenizer) is None:
+        raise DataError("the model has no tokenizer\n  fix:  copy its files next to the weights")
+    [ids] = model.generator().generate(
+        [tokenizer.encode(prompt, bos=tokenizer.adds_bos)],
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids={*tokenizer.stop_ids, *model.eos_ids},
+    )
+    return tokenizer.decode(ids, skip_special=True)
