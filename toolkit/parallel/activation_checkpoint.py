@@ -61,16 +61,15 @@ def policy(option: str, context: Any, operator: Any, *args: Any, **kwargs: Any) 
     torch.compile may override PREFER_RECOMPUTE, but not MUST_SAVE.
     """
     name = operator.name()
-    save = name in (_MAY_SAVE if option == "matmul" else SAVED)
-    if save:
-        pass
-    elif name in _MATMULS:
+    if name in _MATMULS:
         factor: Tensor = args[_MATMULS[name]]
         inner, width = factor.shape[-2:]
-        save = width <= inner
+        save = option == "matmul" or width <= inner
     elif name == _NF4_LINEAR:
         x, packed = args
-        save = len(packed) <= x.shape[-1]
+        save = option == "matmul" or len(packed) <= x.shape[-1]
+    else:
+        save = name in SAVED
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -78,8 +77,7 @@ class _RecomputeMode(CachedDispatchMode):
     """Returns saved outputs, only of operators that :func:`policy` may save.
 
     torch also compares the number of all other operators with the forward's. They differ if part of a block
-    is an
-    FSDP unit: its hooks gather it in one of the two, and find it gathered in the other.
+    is an FSDP unit: its hooks gather it in one of the two, and find it gathered in the other.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
