@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.test_formats import LLAMA2_TEMPLATE
 
 from tests.data.chat_data import (
     ASSETS,
@@ -31,6 +30,7 @@ from tests.data.chat_data import (
     conversation,
     other_tokenizer,
 )
+from tests.data.test_choose_format import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights

@@ -185,6 +185,8 @@ def _estimate_rank(
     root = float(embedding.gathered_bytes) if args.tie_embeddings and layout.pp == 1 else 0.0
     reduce_bytes = BYTES[training.mixed_precision_reduce]
     unreduced = float(reduce_bytes * sum(it.trained for it in every)) if whole else 0.0
+    shards = layout.dp_shard * layout.cp
+    in_and_out = 1 + 1 / shards if shards > 1 else 1.0  # one rank's input is its output
 
     def moment(
         work: float,
@@ -205,7 +207,7 @@ def _estimate_rank(
             "activations": activations,
             "received": hidden * received,
             "gathered parameters": gathered if stays_gathered else gathered + root,
-            "reductions": unreduced or reduce_bytes * summed * (1 + 1 / (layout.dp_shard * layout.cp)),
+            "reductions": unreduced or reduce_bytes * summed * in_and_out,
             "work of backward": float(work),
         }
 
