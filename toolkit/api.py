@@ -1,7 +1,7 @@
 """The public Python API: what a notebook, a script or another trainer needs of the toolkit.
 
 Each function takes the configuration of a run, and gives what ``run_train.sh`` would use: the same weights,
-the same batches in the same order, the same learning rates. docs/python.md has a training loop of 25 lines.
+the same batches in the same order, the same learning rates. docs/python.md has a training loop of 26 lines.
 """
 
 from __future__ import annotations
