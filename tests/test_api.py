@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,23 @@ def test_run_trains_as_the_command_does(file: Path, losses: list[float]) -> None
     assert float(said[-1]) == losses[-1]
 
 
+def _run(file: Path, overrides: dict[str, Any]) -> int:
+    """Return the number of logged steps."""
+    return len(toolkit.run(toolkit.load_config(file, overrides)))
+
+
+def test_run_applies_the_health_table(file: Path) -> None:
+    other = file.with_name("health.toml")
+    other.write_text(file.read_text().replace("/run", "/health"))
+    assert run_world(_run, 1, other, {"health.heartbeat_seconds": 60, "training.steps": 1}) == [1]
+    assert (file.parent / "health" / "heartbeat.json").exists()
+
+
+def test_a_dry_run_is_rejected_by_key(file: Path) -> None:
+    with pytest.raises(ConfigError, match="comm.mode"):
+        _run(file, {"comm.mode": "fake_backend"})
+
+
 def test_generation_gives_the_text_of_the_tool(file: Path, losses: list[float]) -> None:
     folder = file.parent / "run" / "hf" / "step-5"
     code = GENERATION.replace(FOLDER, repr(str(folder)))
@@ -132,12 +150,14 @@ def _loaded(file: Path) -> bool:
 
 def test_what_a_loop_of_ones_own_does_not_build_is_rejected_by_key(file: Path) -> None:
     asked = {"finetune.adapter": "lora", "parallelism.tensor_parallel_degree": 2, "loss.z_loss": 1e-4}
+    asked |= {"training.epochs": 1}
     config = toolkit.load_config(file, asked)
     with pytest.raises(ConfigError) as error:
         toolkit.new_model(config, toolkit.open_data(config))
     assert [it.key for it in error.value.problems] == [
         "finetune",
         "loss",
+        "training.epochs",
         "parallelism.tensor_parallel_degree",
     ]
 

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit.config import Config
-from toolkit.config.job import Health
 from toolkit.config.schema import config_class
 from toolkit.data.build import open_data
 from toolkit.health.watch import health_hooks
@@ -57,8 +56,7 @@ def small_trainer(config: Config) -> Trainer:
     """A trainer on the CPU of this rank, in the group that is there."""
     phases = StartupTimer(enabled=False)
     trainer = Trainer(config, open_data(config, progress=False), torch.device("cpu"), phases)
-    if config.health != Health():
-        trainer.hooks += health_hooks(trainer)
+    trainer.hooks += health_hooks(trainer)
     return trainer
 
 

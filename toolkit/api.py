@@ -25,6 +25,7 @@ from toolkit.config.training import Loss
 from toolkit.config.values import format_toml
 from toolkit.data import build, build_loader
 from toolkit.data.batch_size import batch_shape
+from toolkit.data.dataloader import Batch
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
 from toolkit.distributed.dtensor import clean_name
@@ -33,6 +34,7 @@ from toolkit.generation.load import LoadedModel
 from toolkit.generation.load import load_model as load_sharded
 from toolkit.generation.sampling import Sampling
 from toolkit.hardware import detect
+from toolkit.health.watch import health_hooks
 from toolkit.launcher.environment import rank_environment
 from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.models.common.decoder import Decoder
@@ -52,6 +54,7 @@ _PLAIN: dict[str, Any] = {
     "finetune": Finetune(),
     "loss": Loss(),
     "model.converters": [],
+    "training.epochs": None,
     "parallelism.tensor_parallel_degree": 1,
     "parallelism.context_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
@@ -73,16 +76,22 @@ def load_config(file: str | Path, overrides: Mapping[str, Any] | None = None) ->
 @contextmanager
 def start(config: Config) -> Iterator[torch.device]:
     """Join the run's process group, that of torchrun's ranks or of this process alone, and yield the device
-    of this rank. The group is left at the end, and one that exists is used and stays.
+    of this rank. The group is left at the end, but not after an error, when other ranks may wait in it; one
+    that exists is used and stays.
 
     Raises:
-        ConfigError: the preflight finds problems of this configuration on so many ranks.
+        ConfigError: the preflight finds problems of this configuration on so many ranks, or it asks for a dry
+            run.
     """
+    if config.is_dry:
+        rule = "a dry run trains nothing, and is made by the command line"
+        raise ConfigError(Problem(rule, "remove it, or use run_train.sh", "comm.mode", config.comm.mode))
     world_size = rank_environment(os.environ).world_size
     hardware = detect(config.training.device)
     if problems := preflight.check(config, world_size=world_size, hardware=hardware):
         raise ConfigError(problems)
-    device = process_group.local_device("" if config.training.device == "auto" else hardware.device)
+    on_cpu = config.training.device == "cpu"
+    device = torch.device("cpu") if on_cpu else process_group.local_device(hardware.device)
     joins = not dist.is_initialized()
     if joins:
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
@@ -93,14 +102,21 @@ def start(config: Config) -> Iterator[torch.device]:
 
 def run(config: Config, hooks: Sequence[StepHook] = ()) -> list[dict[str, Any]]:
     """Train to the last step, resuming from the newest checkpoint, and return the logged values of each
-    logged step. ``hooks`` are called around each step.
+    logged step. ``hooks`` are called around each step, after those of ``[health]``.
 
     Raises:
-        ConfigError, DataError, CheckpointError, TrainingError: as the command line reports them.
+        ConfigError: also for ``health.straggler_factor`` on GPUs, where only ``run_train.sh`` records what it
+            is measured by.
+        DataError, CheckpointError, TrainingError: as the command line reports them.
     """
     with start(config) as device:
+        if (factor := config.health.straggler_factor) is not None and device.type == "cuda":
+            rule = "on GPUs it needs NCCL's records, which only the command line starts"
+            raise ConfigError(
+                Problem(rule, "remove it, or use run_train.sh", "health.straggler_factor", factor)
+            )
         trainer = Trainer(config, open_data(config), device, StartupTimer(enabled=False))
-        trainer.hooks += hooks
+        trainer.hooks += [*health_hooks(trainer), *hooks]
         trainer.train()
     return trainer.history
 
@@ -112,9 +128,6 @@ def open_data(config: Config) -> RunData:
         DataError: a corpus or the tokenizer is missing, empty or unreadable.
     """
     return build.open_data(config, progress=False)
-
-
-Batch = dict[str, Tensor | None]
 
 
 def global_batches(
@@ -153,11 +166,12 @@ def new_model(config: Config, data: RunData) -> Decoder:
     """Build the model on the meta device, in ``training.dtype``, to be sharded before it gets storage by
     ``model.to_empty(device=…)`` and values by :func:`init_weights` or :func:`load_weights`.
 
-    ``model(tokens)`` returns logits (B, S, V); with ``labels`` the sum of the losses of all tokens.
+    ``model(tokens)`` returns logits (B, S, V); with ``labels`` the sum of the losses of all tokens. FSDP,
+    mixed precision, activation checkpointing and torch.compile are the caller's.
 
     Raises:
-        ConfigError: the configuration asks for fine-tuning, another loss, converters, or tensor, context or
-            pipeline parallelism, which :func:`run` applies.
+        ConfigError: the configuration asks for fine-tuning, another loss, converters, epochs, or tensor,
+            context or pipeline parallelism, which :func:`run` applies.
     """
     rule, fix = "new_model builds the plain model only", "remove it, or train with toolkit.run(config)"
     given = {key: attrgetter(key)(config) for key in _PLAIN}

@@ -20,7 +20,6 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from toolkit.config import Config, asks_for_tracebacks, load_config
-from toolkit.config.job import Health
 from toolkit.data.run_data import TOKENS, RunData, from_text
 from toolkit.errors import (
     EXIT_ERROR,
@@ -50,6 +49,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     import torch
 
     from toolkit.distributed import process_group
+    from toolkit.health.watch import health_hooks
     from toolkit.metrics.startup_timer import StartupTimer
     from toolkit.trainer import Trainer
 
@@ -69,10 +69,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
         from toolkit.metrics.out_of_memory import out_of_memory_advice
 
         raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
-    if config.health != Health():
-        from toolkit.health.watch import health_hooks
-
-        trainer.hooks += health_hooks(trainer)
+    trainer.hooks += health_hooks(trainer)
     if faults:
         faults.step = lambda: trainer.train_state.step
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.config.job import Health
 from toolkit.errors import TrainingError
 from toolkit.health.heartbeat import Heartbeat
 from toolkit.health.stragglers import Stragglers
@@ -18,6 +19,8 @@ def health_hooks(trainer: Trainer) -> list[StepHook]:
     """Return the hooks that the configuration of ``trainer`` enables, in calling order."""
     options, rank = trainer.config.health, dist.get_rank()
     hooks: list[StepHook] = []
+    if options == Health():
+        return hooks
     if options.straggler_factor is not None and dist.get_world_size() > 1:
         hooks.append(Stragglers(options.straggler_factor, trainer.device, trainer.record))
     hooks.append(Policies(trainer))

@@ -1,7 +1,8 @@
 """Activation checkpointing: save little of a block's forward and recompute the rest in backward.
 
 Selective mode "matmul" saves the outputs of attention and of all matmuls and recomputes everything between
-them: no FLOPs to speak of, and a third less memory than saving what autograd asks for.
+them: no FLOPs to speak of, and a quarter less memory than mode "none" (8B, one row of 8,192 tokens, by the
+dry run: 27.1 instead of 36.1 GiB of activations).
 Selective mode "op" decides per operator, by the FLOPs saved per byte of memory. Saving one output element
 avoids 2·K FLOPs for a matmul with inner dimension K, about 2·S for attention over S tokens, and a few for a
 norm, RoPE or SwiGLU. So attention is always saved and elementwise operators never. Matmuls are saved if their

@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = (
 
 # For fewer than 128 queries torch chooses a kernel for decoding, of which it has none for grouped heads and
 # more than a few queries ("No choices exist for backend", torch 2.11 on an H100).
-_KERNEL: Any = {"BACKEND": "TRITON"}
+_KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
 
 
 class FlexAttention(AttentionBackend):
@@ -59,7 +59,7 @@ class FlexAttention(AttentionBackend):
             flex = _compiled(flex_attention)
         out_BHSE = flex(
             q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
-            kernel_options=_KERNEL if q_BHSE.is_cuda else None,
+            kernel_options=_KERNEL_OPTIONS if q_BHSE.is_cuda else None,
         )  # fmt: skip
         return out_BHSE.transpose(1, 2)
 

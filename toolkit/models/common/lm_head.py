@@ -27,8 +27,9 @@ class OutputHead(nn.Module):
 
     def __init__(self, args: ModelArgs, loss_chunk_tokens: int):
         super().__init__()
-        weight_VD = torch.empty(args.vocab_size, args.dim)
-        self.weight = None if args.tie_embeddings else nn.Parameter(nn.init.normal_(weight_VD, std=0.02))
+        self.weight = None
+        if not args.tie_embeddings:
+            self.weight = nn.Parameter(nn.init.normal_(torch.empty(args.vocab_size, args.dim), std=0.02))
         self.loss_chunk_tokens = loss_chunk_tokens
         # Functions of hidden states and a weight; torch.compile and tensor parallelism replace them.
         self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear
