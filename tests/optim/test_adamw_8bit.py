@@ -17,11 +17,14 @@ from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
 from toolkit.config.training import Optimizer
 from toolkit.errors import CheckpointError
-from toolkit.hardware import simulate
+from toolkit.hardware import cached_tensors, simulate
+from toolkit.models.from_config import model_args
 from toolkit.optim import adamw_8bit
 from toolkit.optim.in_8bit import BLOCK
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.parallel.dims import ParallelDims
+from toolkit.planner.fake_step import step_memory
 from toolkit.trainer import Trainer
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}
@@ -124,6 +127,17 @@ def test_a_dry_run_counts_the_chunks_of_a_gpu() -> None:
     weight = torch.empty(14336 * 4096 // BLOCK, BLOCK, device="meta")  # of an 8B: 896 chunks of a CPU
     with simulate("cuda"):
         assert len(list(adamw_8bit._chunks(weight))) == 4
+
+
+def test_a_fake_step_leaves_no_table_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast can precede a run in its process: the tables of its fake tensors have arbitrary values."""
+    make = adamw_8bit._map.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(adamw_8bit, "_map", cached_tensors(make))
+    config = small_config(tmp_path, optimizer={"name": "AdamW8bit"}, model={"dim": 256, "vocab_size": 256})
+    step_memory(config, model_args(config, tokenizer_vocab=256), ParallelDims(), 0, param_dtype=torch.float32)
+    arguments = "exp_avg", torch.float32, torch.device("cpu")
+    for kept, fresh in zip(adamw_8bit._map(*arguments), make(*arguments), strict=True):
+        assert torch.equal(kept, fresh)
 
 
 def test_a_step_in_backward_is_the_step_after_it() -> None:

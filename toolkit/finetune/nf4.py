@@ -13,7 +13,6 @@ A layer dequantizes it for each matmul, in forward and again in backward.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.finetune.parameters import NF4_BLOCK as BLOCK
 from toolkit.fused import Fused
+from toolkit.hardware import cached_tensors
 from toolkit.models.common.plain_linear import check_plain
 
 BLOCK_BYTES = BLOCK // 2 + 4
@@ -79,7 +79,7 @@ def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(packed.shape[0], packed.shape[1] // BLOCK_BYTES * BLOCK, dtype=dtype)
 
 
-@cache
+@cached_tensors
 def _pairs_of_levels(device: torch.device) -> Tensor:
     """Return the two levels of each byte: (256, 2)."""
     levels = torch.tensor(LEVELS, device=device)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from toolkit.compat import DTensorSpec, TensorMeta
 from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.fused import Fused
-from toolkit.hardware import device_type
+from toolkit.hardware import cached_tensors, device_type
 from toolkit.optim.in_8bit import BLOCK, in_8bit
 from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
@@ -134,7 +133,7 @@ def _step_rows(parameter: Tensor, tensors: dict[str, Tensor], maps: dict[str, Ma
 _step = Fused("adamw_8bit", _step_rows, dynamic=True)
 
 
-@lru_cache(maxsize=16)
+@cached_tensors
 def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a scalar tensor: a compiled function would be recompiled for each Python number. It is filled on
     the device, because a copy from the host would synchronize."""
@@ -177,7 +176,7 @@ def _quantize(tensors: dict[str, Tensor], moment: str, x: Tensor, maps: dict[str
 Map = tuple[Tensor, Tensor, Tensor]
 
 
-@cache
+@cached_tensors
 def _map(moment: str, dtype: torch.dtype, device: torch.device) -> Map:
     """Return the sorted fractions of the 256 codes; the bounds from which the next code is nearer; and a
     table from the upper 16 bits of an fp32 value to the code of the least such value, which is the value's
