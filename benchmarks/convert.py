@@ -4,7 +4,7 @@
                                         [--output benchmarks/results/convert.md]
 
 FOLDER is a Hugging Face folder; ``tools/make_random_model.py`` makes one of any size. Every way of
-``tools/convert_weights.py`` is run as a program of its own, without and with ``--verify``, in WORK (default:
+``llama-toolkit convert`` is run as a program of its own, without and with ``--verify``, in WORK (default:
 a temporary folder), which needs three times the room of FOLDER. Memory is ``ru_maxrss`` of the program: what
 was resident at most, mapped files included. What the last way back gives is compared with FOLDER, each byte
 of each tensor. Seconds include starting Python and bringing the files onto the disk; the page cache is as
@@ -43,7 +43,7 @@ class Sample:
 
 def run(way: str, source: Path, out: Path, *, verify: bool) -> Sample:
     """Convert by a process of its own."""
-    words = [sys.executable, "-m", "tools.convert_weights", way, str(source), str(out)]
+    words = [sys.executable, "-m", "toolkit", "convert", way, str(source), str(out)]
     start = time.perf_counter()
     process = subprocess.Popen(words + ["--verify"] * verify, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

@@ -92,7 +92,7 @@ def report(runs: dict[str, list[float]], precision: str, command: str, machine: 
 
 def draw(runs: dict[str, list[float]], output: Path, title: str) -> None:
     """All curves over one another, and their differences from one process, into the PNG ``output``."""
-    from tools.plot import pyplot
+    from toolkit.commands.plot import pyplot
 
     plt = pyplot()
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2))

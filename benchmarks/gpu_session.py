@@ -53,7 +53,7 @@ COMMON = flags(
     "--lr_scheduler.warmup_steps 2"
 )
 NO_ASSETS = flags(
-    "--model.hf_assets_path tests/assets/tokenizer --training.dataset_path None --checkpoint.enable false "
+    "--model.hf_assets_path embedded --training.dataset_path None --checkpoint.enable false "
     "--checkpoint.initial_load_in_hf false --checkpoint.last_save_in_hf false"
 )
 EAGER = flags("--compile.enable false")

@@ -55,7 +55,7 @@ def table(splits: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
 
 def draw(rates: Mapping[str, Sequence[float]], output: Path, title: str) -> None:
     """Draw how many times as fast as the peer each comparison's steps were: dots, and a bar of the median."""
-    from tools.plot import pyplot
+    from toolkit.commands.plot import pyplot
 
     figure, axes = pyplot().subplots(figsize=(8, 1.2 + 0.3 * len(rates)), layout="constrained")
     axes.barh(list(rates), [median(ratios) for ratios in rates.values()], color="#5b8db8")

@@ -4,7 +4,7 @@
     python -m benchmarks.remote_cache [--gigabytes 10] [--steps 100] [--rclone rclone]
                                       [--output benchmarks/results/remote_cache.md]
 
-The shipped books are repeated into one text, which tools/prepare_data tokenizes to s3:// of a server on this
+The shipped books are repeated into one text, which `prepare-data` tokenizes to s3:// of a server on this
 machine. The run is the debug model's on two ranks, with a reading process each. Memory is the most that all
 processes of a command had at once, without mapped files (Pss_Anon); disk what is in the home folder after it.
 """
@@ -102,7 +102,7 @@ def measure(folder: Path, rclone: str, gigabytes: float, steps: int) -> list[str
     rows = []
     with server(rclone, folder / "store") as address:
         python = os.environ | address | {"HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
-        built = run([sys.executable, "-m", "tools.prepare_data", *config], python)
+        built = run([sys.executable, "-m", "toolkit", "prepare-data", *config], python)
         meta = next((folder / "store").rglob("meta.json"))
         about, size = json.loads(meta.read_text()), (meta.parent / "tokens.bin").stat().st_size
         what = f"{about['tokens']:,} tokens, {about['documents']:,} documents, {size / 1e9:.2f} GB"

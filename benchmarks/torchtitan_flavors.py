@@ -64,7 +64,8 @@ def _command(flags: str, folder: Path, cache: Path) -> list[str]:
         return [
             sys.executable,
             "-m",
-            "tools.generate",
+            "toolkit",
+            "generate",
             str(folder),
             "--prompt",
             "What is the meaning of life?",
@@ -106,7 +107,7 @@ def report(results: dict[str, Kept], machine: str) -> str:
         flavor = BY_NAME[kept["row"]]
         endings = kept.get("endings") or [f"**failed**: {kept['failure'].strip().splitlines()[-1]}"]
         for flags, ending in zip(flavor.commands, endings, strict=False):
-            shown = "`tools.generate`" if flags == GENERATE else f"`{flags}`"
+            shown = "`llama-toolkit generate`" if flags == GENERATE else f"`{flags}`"
             lines.append(f"| {flavor.name} | {flavor.ranks} | {shown} | {ending} |")
     return "\n".join(lines) + "\n"
 

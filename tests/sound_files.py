@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.tampering import seal
 from toolkit.checkpoint.manifest import MANIFEST
+from toolkit.commands import convert as convert_weights
 from toolkit.config import load_config
 from toolkit.data import content_hash
 from toolkit.data.build import open_data
-from tools import convert_weights, make_random_model
+from tools import make_random_model
 
 TOKENIZER = Path(__file__).parent / "assets" / "tokenizer"
 SHAPE = {"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 16, "vocab_size": 4352}

@@ -120,7 +120,7 @@ def test_a_dry_run_is_rejected_by_key(file: Path) -> None:
 def test_generation_gives_the_text_of_the_tool(file: Path, losses: list[float]) -> None:
     folder = file.parent / "run" / "hf" / "step-5"
     code = GENERATION.replace(FOLDER, repr(str(folder)))
-    command = [sys.executable, "-m", "tools.generate", str(folder), "--prompt", "It was"]
+    command = [sys.executable, "-m", "toolkit", "generate", str(folder), "--prompt", "It was"]
     command += ["--max-new-tokens", "20", "--temperature", "0"]
     ours, tool = (
         subprocess.run(it, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout

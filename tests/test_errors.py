@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.commands.arguments import flags_named
 from toolkit.data.file_kinds import SourceError
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, report
-from tools.arguments import flags_named
 
 
 @pytest.mark.parametrize("kind", [ConfigError, SourceError])

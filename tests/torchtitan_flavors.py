@@ -11,7 +11,7 @@ from pathlib import Path
 
 CONFIG_FILE = Path(__file__).parent / "config" / "torchtitan" / "integration.toml"
 GENERATE = "generate"
-"""In place of flags: torchtitan's script for text from a checkpoint, which is ``tools.generate`` here."""
+"""In place of flags: torchtitan's script for text from a checkpoint, which is ``generate`` here."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _show_text(config: Config, prompt: str) -> None:
     saved = expand_user(config.checkpoint.folder, inside=expand_user(config.job.dump_folder))
     if not config.checkpoint.enable or not committed_steps(saved):
         return
-    command = ["-m", "tools.generate", str(saved), "--prompt", prompt]
+    command = ["-m", "toolkit", "generate", str(saved), "--prompt", prompt]
     say(f"how the model continues {prompt!r}:")
     subprocess.run([sys.executable, *command, "--max-new-tokens", "80"], check=False)
     say(f"for more: {sys.executable} {shlex.join(command)}")

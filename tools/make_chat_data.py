@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from toolkit.commands.arguments import count, local_path
 from toolkit.errors import EXIT_FINISHED
-from tools.arguments import count, local_path
 
 QUESTIONS = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b}?", "Please tell me {a} + {b}.")
 ANSWERS = ("{a} + {b} = {sum}.", "That is {sum}.", "{sum}")

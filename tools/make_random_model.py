@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from toolkit.commands.arguments import flags_named, local_path
 from toolkit.config import load_config
 from toolkit.config.training import Model
 from toolkit.distributed.agreement import Ranks
@@ -34,7 +35,6 @@ from toolkit.parallel.init_weights import initial_rows
 from toolkit.weights.hf_assets import Companions, tokenizer_companions
 from toolkit.weights.hf_write import MAX_BYTES, write_hf
 from toolkit.weights.source import Region, StoredTensor
-from tools.arguments import flags_named, local_path
 
 
 class InitialWeights:

@@ -22,6 +22,8 @@ from toolkit.checkpoint.async_save import BackgroundWriter
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, invalid_steps, read_manifest
 from toolkit.checkpoint.remote_steps import leftovers
+from toolkit.commands import checkpoint as tool
+from toolkit.commands import convert as convert_weights
 from toolkit.config import load_config
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
@@ -32,8 +34,7 @@ from toolkit.storage.remote_calls import StorageError
 from toolkit.storage.remote_path import RemotePath
 from toolkit.weights.open import find_checkpoint, open_weights
 from toolkit.weights.remote_folder import upload_folder
-from tools import checkpoint as tool
-from tools import convert_weights, make_random_model
+from tools import make_random_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -164,7 +164,7 @@ def test_mistake_in_a_file(text: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run.toml"], "write --job.config_file run.toml"),
+        (["--debug", "run.toml"], "write --job.config_file run.toml"),
         (["--training.steps"], "--training.steps needs a value"),
         (["--training.steps", "--compile.enable"], "--training.steps needs a value"),
         (["--training.steps", "3", "4"], "'4' belongs to no flag"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from toolkit.commands import COMMANDS
 from toolkit.config import load_config
 from toolkit.config.schema import NAME, Field, fields
 from toolkit.config.types import LocalPath
@@ -93,15 +93,15 @@ _HERE_ALONE = ":// is a URL, but only local files and folders"
         ("evaluate m --text s3://b/a.txt", _HERE_ALONE),
         ("generate m --tokenizer s3://b/t", _HERE_ALONE),
         ("chat s3://b/m", _HERE_ALONE),
-        ("make_random_model s3://b/m --flavor debugmodel", _HERE_ALONE),
+        ("train-tokenizer --corpus a.txt --output s3://b/t", _HERE_ALONE),
         ("plot s3://b/run", _HERE_ALONE),
         ("checkpoint list hf://b/c", _NO_STORE),
-        ("convert_weights hf-to-dcp hf://o/n out", _NO_STORE),
+        ("convert hf-to-dcp hf://o/n out", _NO_STORE),
     ],
 )
-def test_arguments_of_tools(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_commands(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     tool, *arguments = words.split()
     with pytest.raises(SystemExit) as caught:
-        import_module(f"tools.{tool}").main(arguments)
+        COMMANDS[tool].main(tool)(arguments)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_c4_is_known_and_too_large_to_be_fetched_by_a_run(
     builder.info.splits = {"train": SimpleNamespace(num_bytes=800_000_000_000)}
     package = _pretend(monkeypatch, return_value=builder)
     source = open_corpus("c4", None)
-    with pytest.raises(DataError, match=r"allenai/c4 en \(train\)(?s:.*)800 GB(?s:.*)tools.prepare_data"):
+    with pytest.raises(DataError, match=r"allenai/c4 en \(train\)(?s:.*)800 GB(?s:.*)toolkit prepare-data"):
         tokenize_corpus(source, ByteTokenizer(), cache_folder=tmp_path, progress=False, max_inline_gb=10)
     package.load_dataset_builder.assert_called_once_with("allenai/c4", "en")
     builder.download_and_prepare.assert_not_called()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.chat_data import ASSETS, CHATML, UNMARKED, other_tokenizer, write_rows
+from toolkit.commands import prepare_data
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
@@ -20,7 +21,6 @@ from toolkit.data.tokenizers.files import TOOL_USE
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import EXIT_FINISHED, DataError
 from toolkit.weights.hf_assets import tokenizer_companions
-from tools import prepare_data
 
 TRL = importlib.util.find_spec("trl")
 WITH_TOOLS = "{{ tools | tojson }}\n" + UNMARKED

@@ -191,7 +191,7 @@ def test_a_large_corpus_is_refused_unread_and_opened_once_it_is_built(tmp_path: 
         mock.patch.object(content_hash, "SETTLED_SECONDS", -1e9),  # let new files count as settled
         mock.patch.object(content_hash, "_file_hash", side_effect=AssertionError),
         pytest.raises(
-            DataError, match=r"GB of text(?s:.*)`python -m tools.prepare_data --job.config_file FILE"
+            DataError, match=r"GB of text(?s:.*)`llama-toolkit prepare-data --job.config_file FILE"
         ),
     ):
         opened(limit * 0.99)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import run_world
+from toolkit.commands.evaluate import main
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError, DataError
-from tools.evaluate import main
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

@@ -132,7 +132,7 @@ def test_weights_stay_within_the_bound_and_rates_follow_the_schedule(package: Pa
 def convert(package: Path) -> None:
     if not (package / "hf").exists():
         words = ["--custom-import=my_package", "dcp-to-hf", "moved/checkpoint/step-6", "hf"]
-        python(package, "tools.convert_weights", *words)
+        python(package, "toolkit", "convert", *words)
 
 
 NORM = """
@@ -184,7 +184,7 @@ def test_transformers_reads_what_it_has_learnt(package: Path, runs: dict) -> Non
         out = theirs.generate(tokens, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert out[0, tokens.shape[1] :].tolist() == text
-    words = ["tools.generate", "moved", "--custom-import=my_package", "--prompt=12 + 30 =", "--json"]
+    words = ["toolkit", "generate", "moved", "--custom-import=my_package", "--prompt=12 + 30 =", "--json"]
     assert '"prompt": "12 + 30 ="' in python(package, *words)
 
 
@@ -313,9 +313,7 @@ def test_a_name_of_no_module(name: str, said: str, tmp_path: Path) -> None:
 
 def test_a_module_that_is_not_there(tmp_path: Path) -> None:
     assert "add the folder that contains it to PYTHONPATH" in preflight(tmp_path, MODULE)
-    told = python(
-        tmp_path, "tools.convert_weights", "--custom-import=my_package", "dcp-to-hf", "a", "b", code=2
-    )
+    told = python(tmp_path, "toolkit", "convert", "--custom-import=my_package", "dcp-to-hf", "a", "b", code=2)
     assert "there is no module my_package" in told
 
 

@@ -283,7 +283,7 @@ def test_what_a_classifier_cannot_be_is_said(runs: dict[str, Any], folder: Path)
     with pytest.raises(DataError, match="classifier with 3 classes and generates no"):
         load_model(step, device=torch.device("cpu"), dtype=torch.float32)
     beside, language = folder / "lora dcp/checkpoint/step-2", folder / "language/checkpoint/step-1"
-    with pytest.raises(DataError, match=r"trained with classifier(.|\n)*fix: .*convert_weights merge"):
+    with pytest.raises(DataError, match=r"trained with classifier(.|\n)*fix: .*convert merge"):
         load_model(language, device=torch.device("cpu"), dtype=torch.float32, adapters={"a": beside})
     with pytest.raises((DataError, CheckpointError), match="Meta's format does not support"):
         prepare("dcp-to-meta", step, folder / "meta")

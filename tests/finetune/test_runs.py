@@ -24,6 +24,8 @@ from tests.helpers import run_world
 from tests.models.small_llama import build
 from tests.preflight.bad_runs import CPU as CPU_ONLY
 from tests.training import small_config, small_trainer
+from toolkit.commands import convert as convert_weights
+from toolkit.commands import evaluate
 from toolkit.config import Config
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
@@ -37,7 +39,6 @@ from toolkit.weights.hf_write import SpecialTokens, write_hf
 from toolkit.weights.hub_upload import push_folder
 from toolkit.weights.open import open_weights
 from toolkit.weights.views import Cast
-from tools import convert_weights, evaluate
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"

@@ -17,6 +17,8 @@ from tests.finetune.adapters import KINDS, OfModel, adapted, adapter_of, check_c
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.training import small_config
+from toolkit.commands import chat, generate
+from toolkit.commands import convert as convert_weights
 from toolkit.config.finetune import Finetune
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -31,7 +33,6 @@ from toolkit.weights import hf_write
 from toolkit.weights.convert import prepare
 from toolkit.weights.hf_write import SpecialTokens, write_hf
 from toolkit.weights.open import open_weights
-from tools import chat, convert_weights, generate
 
 ARGS = small(n_kv_heads=2, head_dim=8, vocab_size=4352)
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer"
@@ -218,7 +219,7 @@ def test_an_adapter_without_its_base_is_told(folders: dict[str, Path], tmp_path:
         (moved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": place}))
         with pytest.raises(DataError, match=said) as raised:
             load_model(moved, **CPU)
-        assert f"--adapter {moved} (tools.convert_weights: merge BASE {moved} OUT)" in str(raised.value)
+        assert f"--adapter {moved} (llama-toolkit convert: merge BASE {moved} OUT)" in str(raised.value)
 
 
 def test_chat_switches_adapters(

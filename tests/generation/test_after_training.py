@@ -26,7 +26,7 @@ def test_text_and_the_command_for_more(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     text = result.stdout.rpartition("It was")[2]
     assert len(text.strip()) > 20, result.stdout
-    assert f"tools.generate {tmp_path}/checkpoint --prompt 'It was'" in result.stderr
+    assert f"-m toolkit generate {tmp_path}/checkpoint --prompt 'It was'" in result.stderr
 
 
 def test_the_script_asks_for_it_after_the_debug_run_alone() -> None:

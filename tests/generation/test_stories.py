@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.helpers import run_world
+from toolkit.commands import generate
 from toolkit.errors import ConfigError
 from toolkit.generation.load import load_model, require_tokenizer
 from toolkit.generation.text import TextStream
-from tools import generate
 
 ASSETS = Path(os.environ.get("TOOLKIT_ASSETS", ""))
 pytestmark = pytest.mark.skipif("TOOLKIT_ASSETS" not in os.environ, reason="TOOLKIT_ASSETS is not set")

@@ -18,13 +18,14 @@ from tests.checkpoint.tampering import seal
 from tests.integration.test_readers import FORMATS, ended, sound, use_checkpoint, use_hf, use_meta
 from tests.sound_files import TOKENIZER, run_flags
 from toolkit.checkpoint.manifest import MANIFEST
+from toolkit.commands import checkpoint
+from toolkit.commands import convert as convert_weights
 from toolkit.data.chat import render
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.preflight import __main__ as preflight
-from tools import checkpoint, convert_weights
 
 __all__ = ["sound"]  # a fixture
 

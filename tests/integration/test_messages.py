@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.commands import checkpoint
 from toolkit.config.job import Metrics
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, DataError, first_few, one_line, printable, report
 from toolkit.metrics.logger import MetricLogger
-from tools import checkpoint
 
 HOSTILE = "w\x1b[2J\x9b1m\u202e\u2066\u200b\r\x00\x7f\u2028\udc80é字"
 SHOWN = r"w\x1b[2J\x9b1m\u202e\u2066\u200b\r\x00\x7f\u2028\udc80é字"

@@ -29,12 +29,13 @@ from tests.mutations import (
     change_text,
 )
 from tests.sound_files import SHAPE, TOKENIZER, build_cache, make_all, run_flags
+from toolkit.commands import checkpoint, prepare_data
+from toolkit.commands import convert as convert_weights
 from toolkit.data.chat import render
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import ToolkitError, report
 from toolkit.preflight import __main__ as preflight
-from tools import checkpoint, convert_weights, prepare_data
 
 SECONDS = 5.0
 """Time of a processor within which the preflight answers on any input of 10 MB."""

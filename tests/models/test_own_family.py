@@ -147,14 +147,15 @@ def test_it_trains_saves_moves_to_another_mesh_exports_and_generates(folder: Pat
         assert ours == pytest.approx(other, rel=1e-9)  # fp64 rounding
     for name in ("alone", "moved"):
         words = ["--custom-import=gated_family", "dcp-to-hf", f"{name}/checkpoint/step-4", f"hf-{name}"]
-        python(folder, "tools.convert_weights", *words)
+        python(folder, "toolkit", "convert", *words)
     from safetensors.torch import load_file
 
     left, right = (load_file(folder / f"hf-{name}" / "model.safetensors") for name in ("alone", "moved"))
     assert left.keys() == right.keys() >= {"model.layers.3.gate.weight", "model.layers.3.gate.temperature"}
     assert all(torch.allclose(left[key], right[key], rtol=1e-6, atol=1e-9) for key in left)
     words = [
-        "tools.generate",
+        "toolkit",
+        "generate",
         "hf-moved",
         "--custom-import=gated_family",
         "--prompt=The",
@@ -167,6 +168,6 @@ def test_dry_run_and_planner_know_it(folder: Path) -> None:
     flags = ["--job.config_file=run.toml", "--comm.mode=fake_backend"]
     said = python(folder, "toolkit.train", *flags, NGPU="4")
     assert "gate" in said
-    plan = ["tools.plan", "run.toml", "--gpu=h100", "--gpus=1", "--training.device=auto"]
+    plan = ["toolkit", "plan", "run.toml", "--gpu=h100", "--gpus=1", "--training.device=auto"]
     plan += ["--training.dtype=float32", "--training.mixed_precision_param=bfloat16"]
     assert "parameters on 1" in python(folder, *plan)

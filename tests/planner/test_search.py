@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from toolkit.commands import plan
+from toolkit.commands.plan import main
 from toolkit.config import Config, load_config
 from toolkit.errors import DataError
 from toolkit.models.common.args import ModelArgs
@@ -24,8 +26,6 @@ from toolkit.planner.ranking_text import breakdown_lines
 from toolkit.planner.search import Candidate, SearchResult, _Queue, min_step_seconds, search, usable_memory
 from toolkit.planner.time import step_time
 from toolkit.preflight import raise_problems
-from tools import plan
-from tools.plan import main
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"

@@ -110,7 +110,7 @@ CASES = [
         "data.max_inline_gb=2.5 training.dataset_path=a.txt",
         "about 3 GB of text",
         "at most 2.5 GB",
-        "run `python -m tools.prepare_data --",
+        "run `llama-toolkit prepare-data --",
         "--training.dataset_path=a.txt",
         prepare=_large,
     ),

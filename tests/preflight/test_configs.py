@@ -106,6 +106,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "checkpoint.last_save_model_only",
         "model.name",
         "model.flavor",
+        "model.hf_assets_path",
         "training.mixed_precision_param",
     }
     only_ours = {key for key in keys if theirs.origin(key) == "default"}

@@ -275,7 +275,7 @@ CHECKPOINT = [
         "checkpoint_has_full_model",
         "checkpoint.initial_load_path=outputs/checkpoint/step-5 checkpoint.enable job.dump_folder=other",
         "contains an adapter but no model",
-        "convert_weights merge",
+        "convert merge",
         prepare=lambda folder: save(folder, 5, model={}, base={"place": "m", "fingerprint": ""}),
     ),
     bad(

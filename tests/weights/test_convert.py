@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.helpers import run_world
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.commands import convert as convert_weights
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
@@ -31,7 +32,6 @@ from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.open import CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
-from tools import convert_weights
 
 ASSETS = Path(__file__).parents[1] / "assets"
 

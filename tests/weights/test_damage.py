@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.tampering import shorten_storage
 from tests.weights.stories import ASSETS, needs_assets
+from toolkit.commands import convert as convert_weights
 from toolkit.errors import DataError
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
-from tools import convert_weights
 
 pytestmark = needs_assets
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

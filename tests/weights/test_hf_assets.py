@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
+from toolkit.commands.convert import main
 from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
 from toolkit.weights.open import open_weights
-from tools.convert_weights import main
 
 TOKENIZER = Path("tests/assets/tokenizer").resolve()
 

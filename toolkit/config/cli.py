@@ -10,6 +10,7 @@ from toolkit.config.schema import Field, find_field, is_group
 from toolkit.config.values import Setting, parse
 from toolkit.errors import Problem
 
+CONFIG_FILE = "job.config_file"
 _SHORTHANDS = {"--debug": "--job.debug"}
 _BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # all but two are then rejected
 
@@ -25,9 +26,12 @@ class Arguments:
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Parse flags; the last one for a key wins. Only the names are validated."""
+    """Parse flags; the last one for a key wins. A first word without dashes is ``job.config_file``. Only the
+    names are validated."""
     arguments = Arguments()
     words = list(argv)
+    if words and not words[0].startswith("-"):
+        arguments.settings[CONFIG_FILE] = Setting(words.pop(0), "command line")
     while words:
         word = words.pop(0)
         if word in ("-h", "--help"):
@@ -85,7 +89,7 @@ def _take_value(words: list[str]) -> str | None:
 
 def _stray(word: str, words: list[str]) -> Problem:
     if word.endswith(".toml"):
-        return Problem(f"{word!r} is not a flag", f"write --job.config_file {word}")
+        return Problem(f"{word!r} is not a flag", f"write --job.config_file {word}, or {word} first")
     flag = f"-{word}"
     if find_field(_normalize(flag.partition("=")[0].removeprefix("--"))):
         if "=" not in flag:

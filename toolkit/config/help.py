@@ -13,8 +13,10 @@ from toolkit.config.values import format_toml
 from toolkit.errors import ConfigError, Problem, did_you_mean
 
 _USAGE = """\
-usage: python -m toolkit.train [--job.config_file FILE.toml] [--table.key VALUE ...]
-       python -m toolkit.preflight [FILE.toml] [--world-size N] [--table.key VALUE ...]
+usage: llama-toolkit train [CONFIG] [--table.key VALUE ...]
+       llama-toolkit preflight [CONFIG] [--world-size N] [--table.key VALUE ...]
+
+  CONFIG              a TOML file or a preset (same as --job.config_file CONFIG)
 
   --table.key VALUE   or --table.key=VALUE overrides a key of the file; booleans also as --table.key and
                       --table.no-key; lists as a,b; None where a key may be None; hyphens may replace

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.config.cli import Arguments, read_arguments
+from toolkit.config.cli import CONFIG_FILE, Arguments, read_arguments
 from toolkit.config.local_paths import path_problem
 from toolkit.config.schema import Config, clear_overridden, config_class, find_field
 from toolkit.config.toml import read_files
@@ -20,8 +20,6 @@ from toolkit.config.types import NONE, LocalPath
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import Setting, format_toml
 from toolkit.errors import ConfigError, Problem
-
-_CONFIG_FILE = "job.config_file"
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -65,8 +63,8 @@ def asks_for_tracebacks(argv: Sequence[str]) -> bool:
 def _read(argv: Sequence[str]) -> Arguments:
     """Parse the arguments and the files that they name."""
     arguments = read_arguments(argv)
-    if _CONFIG_FILE in arguments.settings:
-        layer = read_files(str(arguments.settings[_CONFIG_FILE].value))
+    if CONFIG_FILE in arguments.settings:
+        layer = read_files(str(arguments.settings[CONFIG_FILE].value))
         arguments.settings = layer.settings | arguments.settings
         arguments.problems += layer.problems
     return arguments

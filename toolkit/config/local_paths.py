@@ -13,6 +13,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
+EMBEDDED = "embedded"
+"""The tokenizer and the corpus that are included, as values of model.hf_assets_path and training.dataset."""
+_EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "data/embedded/tokenizer"
+_TORCHTITANS_TOKENIZER = "./tests/assets/tokenizer"
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # limits of Linux
 
 
@@ -26,6 +30,14 @@ def expand_user(path: str | os.PathLike[str], *, inside: Path | None = None) -> 
     from toolkit.storage.remote_path import RemotePath
 
     return path if isinstance(path, RemotePath) else RemotePath(path)  # type: ignore[return-value]
+
+
+def assets_folder(path: str) -> Path:
+    """Return the folder of ``model.hf_assets_path``. :data:`EMBEDDED` is the included tokenizer, and so is
+    the default of torchtitan's configs where there is no such folder."""
+    if path == EMBEDDED or (path == _TORCHTITANS_TOKENIZER and not os.path.exists(path)):
+        return _EMBEDDED_TOKENIZER
+    return expand_user(path)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

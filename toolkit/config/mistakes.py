@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Le, Len, Lt, MaxLen
 
+from toolkit.config import presets
 from toolkit.config.key_lines import Path, key_lines
 from toolkit.config.schema import Field, find_field
 from toolkit.config.types import MAX_INT, NONE, allows_none
@@ -150,7 +151,9 @@ def syntax_problem(path: str, text: str, error: Exception) -> Problem:
 
 
 def similar_file(path: str) -> str:
-    """Suggest a file that may be meant by ``path``, which does not exist."""
+    """Suggest a file or preset that may be meant by ``path``, which does not exist."""
+    if not path.endswith(".toml"):
+        return did_you_mean(path, presets.names(), "`llama-toolkit configs` lists the presets")
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         return f"the folder {folder} does not exist either; paths are relative to {os.getcwd()}"

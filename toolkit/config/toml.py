@@ -16,6 +16,7 @@ from toolkit.config.did_you_mean import unknown_key
 from toolkit.config.key_lines import Path, key_lines
 from toolkit.config.local_paths import path_problem, read_text
 from toolkit.config.mistakes import similar_file, syntax_problem
+from toolkit.config.presets import find
 from toolkit.config.schema import find_field, find_table, is_group
 from toolkit.config.toml_text import MAX_LENGTH, parse_toml
 from toolkit.config.values import Setting
@@ -34,8 +35,8 @@ class Layer:
 
 
 def read_files(path: str, *, origin: str = "--job.config_file") -> Layer:
-    """Read ``path`` and the files that it extends. ``origin`` is where ``path`` was given."""
-    return _read(path, Problem("", "", "job.config_file", path, origin), ())
+    """Read ``path``, a file or a preset, and the files that it extends. ``origin`` is where it was given."""
+    return _read(find(path), Problem("", "", "job.config_file", path, origin), ())
 
 
 def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
@@ -82,7 +83,7 @@ def _extended(path: str, document: dict[str, Any], origin: Origin, children: tup
     if not isinstance(base, str):
         rule, fix = "must be the name of one TOML file", 'write extends = "other.toml"'
         return Layer(problems=[Problem(rule, fix, _EXTENDS, base, where)])
-    return _read(os.path.join(os.path.dirname(path), base), Problem("", "", _EXTENDS, base, where), children)
+    return _read(find(base, inside=os.path.dirname(path)), Problem("", "", _EXTENDS, base, where), children)
 
 
 def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int, layer: Layer) -> None:

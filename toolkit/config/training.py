@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
+from toolkit.config.local_paths import EMBEDDED
 from toolkit.config.types import (
     FLOAT8,
     AutoOrBatchSize,
@@ -42,9 +43,9 @@ class Model(Table):
     flavor: str | None = None
     """Size within the family, such as 8B. debugmodel takes its vocabulary size from the tokenizer. None:
     debugmodel."""
-    hf_assets_path: Annotated[str, LocalPath()] = "./tests/assets/tokenizer"
+    hf_assets_path: Annotated[str, LocalPath()] = EMBEDDED
     """Folder with the tokenizer (tokenizer.model or tokenizer.json) and config.json, in Hugging Face
-    layout."""
+    layout; embedded: the tokenizer that is included, of 4,096 tokens."""
     tokenizer_path: Annotated[str | None, LocalPath()] = None
     """Tokenizer file or folder, if it is not in hf_assets_path."""
     add_bos_token: bool | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user
+from toolkit.config.local_paths import assets_folder
 from toolkit.data.content_hash import say
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
@@ -51,7 +51,7 @@ def tokenizer_path(config: Config) -> Path:
         DataError: The copy cannot be created.
     """
     options = config.model
-    place = expand_user(options.tokenizer_path or options.hf_assets_path)
+    place = assets_folder(options.tokenizer_path or options.hf_assets_path)
     tokens, asked = options.additional_special_tokens, config.data.chat_template
     if not tokens and not asked:
         return place

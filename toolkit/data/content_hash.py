@@ -42,7 +42,7 @@ def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file 
         f"tokenizes at most {max_bytes / 1e9:g} GB by itself"
     )
     fix = (
-        f"run `python -m tools.prepare_data {flags}` first, which takes about {about} on the {cores()} "
+        f"run `llama-toolkit prepare-data {flags}` first, which takes about {about} on the {cores()} "
         f"cores of this machine; or raise data.max_inline_gb"
     )
     return Problem(rule, fix)

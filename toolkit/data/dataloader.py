@@ -191,7 +191,7 @@ class Loader:
             raise DataError(
                 f"the token cache in {folders} is damaged: it contains the id {highest:,}, but the tokenizer "
                 f"has {self._corpora[0].n_words:,} tokens\n"
-                "  fix:  run python -m tools.prepare_data --verify with the configuration of this run"
+                "  fix:  run llama-toolkit prepare-data --verify with the configuration of this run"
             )
 
     def state_dict(self) -> dict[str, int | str | bool]:

@@ -194,7 +194,7 @@ def _cannot_fetch(source: HubSource, error: Exception) -> DataError:
     reason = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in reason.lower():
         fix = (
-            "run `python -m tools.prepare_data` on a machine with network access and the same "
+            "run `llama-toolkit prepare-data` on a machine with network access and the same "
             "data.cache_folder, or "
             "set dataset_path to a local copy"
         )

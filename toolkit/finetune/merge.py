@@ -31,7 +31,7 @@ class Merged(View):
         if adapter.options.adapter != "lora":
             raise DataError(
                 f"{adapter.place} cannot be merged: {adapter.options.adapter} changes the attention; only "
-                "LoRA changes weights\n  fix:  use it unmerged with tools.generate, chat and evaluate"
+                "LoRA changes weights\n  fix:  use it unmerged with llama-toolkit generate, chat and evaluate"
             )
         self.args = adapter.args
         self.adapter = adapter

@@ -51,7 +51,7 @@ def open_adapter(
         raise DataError(
             f"the adapter in {found} is of another model: it was trained with {values}\n"
             "  fix:  set the same model.* in a run; tools accept the adapter's folder itself, or the output "
-            "of tools.convert_weights merge"
+            "of llama-toolkit convert merge"
         )
     return adapter
 
@@ -152,4 +152,4 @@ def _base_place(adapter: Path) -> str:
 
 
 def _adapter_option(adapter: Path) -> str:
-    return f"and the adapter with --adapter {adapter} (tools.convert_weights: merge BASE {adapter} OUT)"
+    return f"and the adapter with --adapter {adapter} (llama-toolkit convert: merge BASE {adapter} OUT)"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user
+from toolkit.config.local_paths import assets_folder
 from toolkit.models.common.args import Classifier, ModelArgs, override_args, vocab_from_tokenizer
 from toolkit.models.common.attention_choice import choose_attention
 from toolkit.models.common.spec import CONFIG
@@ -66,7 +66,7 @@ def architecture_key(config: Config) -> str:
     if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
         return "checkpoint.initial_load_path"
     wanted = options.initial_load_in_hf and not options.initial_load_path
-    has_config = (expand_user(model.hf_assets_path) / CONFIG).is_file()
+    has_config = (assets_folder(model.hf_assets_path) / CONFIG).is_file()
     return "model.hf_assets_path" if wanted or has_config else "model.flavor"
 
 

@@ -102,7 +102,7 @@ class Guard:
         elif memory["skips"] > self.options.max_skips:
             stop = f"{self.options.max_skips} consecutive batches were skipped (health.max_skips)"
         if stop:
-            fix = "lower optimizer.lr, or inspect the samples: python -m tools.inspect_data"
+            fix = "lower optimizer.lr, or inspect the samples: llama-toolkit inspect-data"
             raise TrainingError(f"{reason}: training stops because {stop}\n  fix:  {fix}")
         self.rejected = RejectedBatch(reason, loss, grad_norm, policy == "rollback")
 

@@ -1,4 +1,4 @@
-"""``python -m toolkit.preflight CONFIG.toml [--world-size N] [--table.key value …]``"""
+"""``llama-toolkit preflight CONFIG.toml [--world-size N] [--table.key value …]``"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
-from toolkit.config.local_paths import expand_user
+from toolkit.config.local_paths import assets_folder, expand_user
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import Corpus
@@ -51,7 +51,7 @@ class PlannedRun:
 
     @cached_property
     def tokenizer_path(self) -> str:
-        return self.config.model.tokenizer_path or self.config.model.hf_assets_path
+        return str(assets_folder(self.config.model.tokenizer_path or self.config.model.hf_assets_path))
 
     @cached_property
     def opened(self) -> dict[str, Corpus | DataError]:

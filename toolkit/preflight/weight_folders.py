@@ -39,12 +39,12 @@ def _converted(folder: Path) -> str:
     if is_peft_folder(folder):
         return (
             f"it contains an adapter: start from its base model with finetune.adapter_path = {folder}, or "
-            f"merge it first: python -m tools.convert_weights merge BASE {folder} OUT"
+            f"merge it first: llama-toolkit convert merge BASE {folder} OUT"
         )
     if not (folder / PARAMS).is_file():
         return ""
     return (
-        "it contains Meta's files: convert them with python -m tools.convert_weights meta-to-dcp "
+        "it contains Meta's files: convert them with llama-toolkit convert meta-to-dcp "
         f'{folder} OUT; then set checkpoint.initial_load_path = "OUT/step-0" and '
         "checkpoint.initial_load_in_hf = false"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.manifest import saved_settings
-from toolkit.config.local_paths import expand_user
+from toolkit.config.local_paths import assets_folder
 from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.files import CANDIDATES, TEMPLATE, TOOL_USE, adds_bos, find
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ def tokenizer_of(source: WeightSource) -> Path | None:
             settings.get("model.tokenizer_path"),
             settings.get("model.hf_assets_path"),
         ]
-        paths = [expand_user(path) for path in configured if path]
+        paths = [assets_folder(path) for path in configured if path]
         found = next((path for path in paths if _has_tokenizer(path)), None)
         tokens, template = settings.get("model.additional_special_tokens", ()), _template(settings)
         if found is None or not (tokens or template):

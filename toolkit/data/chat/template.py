@@ -357,7 +357,7 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
     if "default" not in texts:
         raise DataError(
             f"{folder} has chat templates named {', '.join(texts)} but none named default\n"
-            "  fix:  write the one to use to a file, and set data.chat_template to it (tools.chat: "
+            "  fix:  write the one to use to a file, and set data.chat_template to it (llama-toolkit chat: "
             "--format)"
         )
     tool_use = None

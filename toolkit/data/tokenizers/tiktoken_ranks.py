@@ -56,7 +56,7 @@ def other_model(what: str) -> DataError:
     forms = list(tiktoken_forms())
     known = [f"{form.n_ranks:,} ranks for {form.display_name}" for form in forms]
     known += [
-        f"fewer from tools/train_tokenizer, for {form.display_name}'s word pattern"
+        f"fewer from llama-toolkit train-tokenizer, for {form.display_name}'s word pattern"
         for form in forms
         if form.trained
     ]

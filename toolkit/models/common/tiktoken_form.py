@@ -19,7 +19,7 @@ class TiktokenForm:
         n_special: number of special tokens after the ranks.
         special_tokens: returns their names in the order of ids, given the folder of the model files; None is
             a tokenizer of no published model.
-        trained: tools/train_tokenizer writes files in this format, with fewer ranks.
+        trained: llama-toolkit train-tokenizer writes files in this format, with fewer ranks.
     """
 
     display_name: str

@@ -116,7 +116,7 @@ def new_tokens_have_rows(run: PlannedRun) -> list[Problem]:
     if tokens and run.config.finetune.adds:
         fix = (
             "train all weights, or first add the tokens and their rows to the base model with "
-            "tools.convert_weights --vocab-size"
+            "llama-toolkit convert --vocab-size"
         )
         problems.append(run.problem(key, "an adapter's base model has no rows for them", fix))
     return problems

@@ -114,7 +114,7 @@ def checkpoint_has_full_model(run: PlannedRun) -> list[Problem]:
     if start.manifest is None or start.own or "base" not in start.manifest["run"]:
         return []
     fix = (
-        f"merge it first: python -m tools.convert_weights merge BASE {start.loaded} OUT; or start from its "
+        f"merge it first: llama-toolkit convert merge BASE {start.loaded} OUT; or start from its "
         f"base and set finetune.adapter_path = {start.loaded}"
     )
     if start.resumes:

@@ -179,7 +179,7 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
         return [run.problem("finetune.trainable", rule, "leave it empty")]
     if options.adapter_path:
         rule = "the reference, the model without its adapter, would not contain this adapter"
-        fix = "merge it into the model (tools.convert_weights merge), and start from the result"
+        fix = "merge it into the model (llama-toolkit convert merge), and start from the result"
         return [run.problem("finetune.adapter_path", rule, fix)]
     return []
 

@@ -147,7 +147,7 @@ def weights_match_model(run: PlannedRun) -> list[Problem]:
     if differing == ["vocab_size"]:
         fix = (
             f"set model.vocab_size = {theirs.vocab_size}, or resize the embedding first: "
-            f"python -m tools.convert_weights hf-to-dcp {start.weights} OUT "
+            f"llama-toolkit convert hf-to-dcp {start.weights} OUT "
             f"--vocab-size {run.model.vocab_size}"
         )
     rule = f"the model of the weights, {start.weights / CONFIG}, has {differences}"

@@ -1,0 +1,1 @@
+"""The settings of accelerate and Trainer, and what they mean here."""

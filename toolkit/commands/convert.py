@@ -1,0 +1,148 @@
+"""Convert weights between formats, with at most one file of 5 GB in memory.
+
+    llama-toolkit convert hf-to-dcp   HF_FOLDER    OUT      start training from downloaded weights
+    llama-toolkit convert dcp-to-hf   CHECKPOINT   OUT      export a trained model
+    llama-toolkit convert meta-to-dcp META_FOLDER  OUT
+    llama-toolkit convert dcp-to-meta CHECKPOINT   OUT
+    llama-toolkit convert meta-to-hf  META_FOLDER  OUT
+    llama-toolkit convert hf-to-meta  HF_FOLDER    OUT
+    llama-toolkit convert merge       BASE ADAPTER OUT      a LoRA or DoRA in its base, as HF_FOLDER
+
+HF_FOLDER contains config.json and safetensors, META_FOLDER params.json and consolidated.NN.pth. CHECKPOINT is
+a step-N, or a run's folder (its newest checkpoint); a LoRA checkpoint is merged into its base. ADAPTER is
+such a checkpoint or a PEFT folder, BASE any of the three. A checkpoint is written as OUT/step-0, for
+checkpoint.initial_load_path, unless OUT itself is named step-N. IN and OUT may be URLs of object storage
+(s3://bucket/model); OUT is then written to a temporary folder (TMPDIR) first.
+
+OUT appears complete or not at all. After a kill, the same command reuses the finished Hugging Face files; an
+OUT that is a URL leaves nothing behind, unless the program is killed by SIGKILL. Exit codes: 0 done, 2
+invalid arguments, 3 unusable weights or unwritable OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from toolkit.commands.arguments import add_custom_import, any_path, local_path
+from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
+from toolkit.launcher.signals import Stopped
+
+_WAYS = ("merge", "hf-to-dcp", "dcp-to-hf", "meta-to-dcp", "dcp-to-meta", "meta-to-hf", "hf-to-meta")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="llama-toolkit convert",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_custom_import(parser)
+    parser.add_argument("way", choices=_WAYS, metavar="WAY")
+    parser.add_argument("source", type=any_path, metavar="IN")
+    parser.add_argument("adapter", type=local_path, metavar="ADAPTER", nargs="?", help="of merge")
+    parser.add_argument("out", type=any_path, metavar="OUT")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: as in IN")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of embedding and head; new ones are the mean of the old",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=local_path,
+        metavar="PATH",
+        help="saved with the weights; default: IN's, or the run's",
+    )
+    parser.add_argument(
+        "--max-bytes", type=int, metavar="N", help="of a Hugging Face file; 0 is one file (default: 5 GB)"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all back, compare each bit, and reject NaN and infinity"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what each tensor becomes, and stop")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _advance(bar: tqdm, count: int) -> None:
+    bar.update(count)
+
+
+@contextmanager
+def _place(out: Path) -> Iterator[Path]:
+    """Yield the folder to write: ``out``, or for a URL a local folder that is uploaded and removed, even
+    after a signal."""
+    if isinstance(out, Path):
+        yield out
+        return
+    from toolkit.launcher.signals import stop_at_once
+    from toolkit.weights.remote_folder import staged
+
+    with stop_at_once(), staged(out) as work:
+        yield work
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program with ``argv`` and return the exit code."""
+    parser = _parser()
+    asked = parser.parse_args(argv)
+    if asked.vocab_size is not None and asked.vocab_size < 1:
+        parser.error("--vocab-size is at least 1")
+    if (asked.way == "merge") != (asked.adapter is not None):
+        parser.error("merge takes BASE ADAPTER OUT, and no other way an adapter")
+    if asked.max_bytes is not None and (asked.max_bytes < 0 or not asked.way.endswith(("-hf", "merge"))):
+        parser.error("--max-bytes is 0 or more, and for Hugging Face's files")
+    import torch
+
+    from toolkit.weights.convert import convert, mapping, prepare
+    from toolkit.weights.hf_write import MAX_BYTES
+    from toolkit.weights.views import note_of
+
+    try:
+        conversion = prepare(
+            asked.way,
+            asked.source,
+            asked.out,
+            adapter=asked.adapter,
+            max_bytes=MAX_BYTES if asked.max_bytes is None else asked.max_bytes,
+            dtype=getattr(torch, asked.dtype) if asked.dtype else None,
+            vocab_size=asked.vocab_size,
+            tokenizer=asked.tokenizer,
+            hashes=not asked.dry_run,
+        )
+        if asked.dry_run:
+            for line in mapping(conversion):
+                print(one_line(line))
+            return EXIT_FINISHED
+        bar = tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, desc=asked.way)
+        with bar, _place(conversion.out) as out:
+            written = replace(conversion, out=out)
+            convert(written, verify=asked.verify, progress=lambda count: _advance(bar, count))
+    except ToolkitError as error:
+        return report(error, show=True, debug=asked.debug)
+    except Stopped as stopped:
+        print(f"{stopped.name}: stopped; nothing of {asked.out} is left", file=sys.stderr)
+        return 128 + signal.Signals[stopped.name]
+    verified = ", each tensor compared" if asked.verify else ""
+    print(f"{conversion.out}: {len(conversion.source.tensors)} tensors, {conversion.bytes:,} bytes{verified}")
+    if said := note_of(conversion.original):
+        print(said)
+    if conversion.missing:
+        who = "Meta's programs" if conversion.to == "meta" else "transformers"
+        lacking = f"no {', no '.join(conversion.missing)}"
+        print(f"{who} will find {lacking} next to it: put one there, or give the tokenizer with --tokenizer")
+    if conversion.to == "dcp":
+        print(f"to train from it: --checkpoint.initial_load_path {conversion.out}")
+    return EXIT_FINISHED

@@ -1,0 +1,80 @@
+"""Show the first samples of a run as the model sees them.
+
+    llama-toolkit inspect-data FILE [--table.key VALUE ...]
+    llama-toolkit inspect-data FILE --samples 8 --html samples.html
+    llama-toolkit inspect-data FILE --validation
+
+Samples have the order of the run and are built in the same way: tokenized corpora are read from
+data.cache_folder, or written there. For streamed text with training.global_batch_size = -1 they are those of
+a run on one rank; more ranks have a larger batch and another order. Each line shows the position of its first
+token, the text of its tokens, and their ids. Tokens with a loss are green, or between ⟦ and ⟧ without color.
+Each document (conversation) of a row begins on a new line, and with data.document_mask its positions start at
+0. A token that is predicted but not an input, such as the last of a conversation, is underlined, or followed
+by ⁎; so is the class of a text (finetune.classification), with name and number. Loss weights other than 1
+follow their tokens, as ×0.5.
+
+--html writes one self-contained file. Takes every flag of toolkit.train; only data and tokenizer settings are
+checked. Exit codes are those of toolkit.train: 0 done, 2 invalid config or flags, 3 unusable corpus or
+tokenizer, 1 any other error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.commands.arguments import count, local_path
+from toolkit.commands.prepare_data import check
+from toolkit.config import asks_for_tracebacks, load_config
+from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            Problem(f"it cannot be written: {error.strerror}", "name another file", "--html", str(path))
+        ) from error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program with ``argv`` and return the exit code."""
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="llama-toolkit inspect-data",
+        usage="%(prog)s CONFIG [--table.key VALUE ...] [--samples N] [--html FILE] …",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--samples", type=count, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--validation", action="store_true", help="those of the validation")
+    parser.add_argument("--html", type=local_path, metavar="FILE", help="write a page, print nothing")
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="auto: where it is a terminal"
+    )
+    own, words = parser.parse_known_args(argv)
+    try:
+        config = load_config(words)
+        check(config)
+        from toolkit.commands.sample_view import as_html, in_terminal, samples  # help needs no torch
+        from toolkit.data.build import run_tokenizer
+
+        found = samples(config, run_tokenizer(config), own.samples, validation=own.validation)
+        if own.html:
+            _write(own.html, as_html(list(found), f"{config.job.config_file or 'samples'}"))
+            print(f"wrote {own.html}")
+        else:
+            color = own.color == "always" or (
+                own.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            )
+            for sample in found:
+                print("\n".join([*in_terminal(sample, color=color), ""]), flush=True)
+    except ToolkitError as error:
+        return report(error, show=True, debug=asks_for_tracebacks(words))
+    return EXIT_FINISHED
