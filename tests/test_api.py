@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.models.registry import resolve
 
 ROOT = Path(__file__).parents[1]
-RUN, LOOP, GENERATION = re.findall(
+RUN, LOOP, SAVING, GENERATION = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL
 )
 FILE, FOLDER = '"train_configs/debug_model.toml"', '"outputs/my_run/hf/step-5"'
@@ -91,6 +93,55 @@ def test_the_loop_has_the_losses_of_the_command(file: Path, losses: list[float],
     for said in run_world(_said, ranks, LOOP, file):
         # fp32: FSDP, clipping by torch and another number of ranks add in another order.
         assert [float(line.split()[1]) for line in said] == pytest.approx(losses, rel=1e-6)
+
+
+def _saving_loop(until: int, out: Path) -> str:
+    """Return the page's loop with its three lines for checkpoints, ending after ``until`` steps."""
+    first, save, export = SAVING.strip().splitlines()
+    loop, body = LOOP.split("    for step in range(config.training.steps):\n")
+    export = export.replace('"my-model"', repr(str(out)))
+    return f"{loop}    {first}\n    for step in range(first, {until}):\n{body}        {save}\n    {export}\n"
+
+
+def test_a_loop_is_saved_resumed_and_exported(file: Path, losses: list[float]) -> None:
+    """By itself on other ranks, and by the command."""
+    folder, other = file.parent / "saved", file.with_name("saved.toml")
+    other.write_text(file.read_text().replace("/run", "/saved"))
+    said = [run_world(_said, 2, _saving_loop(3, folder / "three"), other)[0]]
+    saved = shutil.copytree(folder / "checkpoint", file.parent / "command" / "checkpoint")
+    said.append(run_world(_said, 1, _saving_loop(5, folder / "five"), other)[0])
+    found = [float(line.split()[1]) for lines in said for line in lines]
+    assert found == pytest.approx(losses, rel=1e-6)
+    command = [sys.executable, "-m", "toolkit", "checkpoint", "verify", str(folder)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.count(": sound\n") == 5
+    again = [sys.executable, "-m", "toolkit.train", str(other), f"--job.dump_folder={saved.parent}"]
+    done = subprocess.run(again + ["--training.steps=5"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logged = [json.loads(line)["loss"] for line in (saved.parent / "metrics.jsonl").open()]
+    assert logged == pytest.approx(losses[3:], rel=1e-6)
+    ours, commands = (
+        load_file(it / "model.safetensors") for it in (folder / "five", file.parent / "run/hf/step-5")
+    )
+    assert ours.keys() == commands.keys()
+    # Adam divides by the size of a gradient, so that orders of addition show where that is near 0.
+    assert all(torch.allclose(ours[name], commands[name], rtol=1e-4, atol=1e-5) for name in ours)
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    small = [it.replace('"debug_model", {', '"debug_model", {**small, ') for it in code]
+    values = {"model.dim": 64, "training.seq_len": 64, "training.dataset": "embedded_validation"}
+    values |= {"training.device": "cpu", "validation.enable": False}
+    assert sum(map(str.count, small, ["**small"] * len(small))) == 2
+    program = "\n".join([f"small = {values!r}", *small])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [line.split()[0] for line in done.stdout.splitlines() if re.match(r"2\d \d", line)]
+    assert steps == ["21", "22", "23", "24", "25"]
 
 
 def test_run_trains_as_the_command_does(file: Path, losses: list[float]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 __version__ = "0.2.0"
 __all__ = [
-    "Config", "Decoder", "Trainer", "build_optimizer", "generate", "global_batches", "init_weights",
-    "learning_rate", "load_config", "load_model", "load_weights", "new_model", "open_data", "run", "start",
+    "Config", "Decoder", "GlobalBatches", "Trainer", "build_optimizer", "export_hf", "generate",
+    "init_weights", "learning_rate", "load_checkpoint", "load_config", "load_model", "load_weights",
+    "new_model", "open_data", "run", "save_checkpoint", "start",
 ]  # fmt: skip
 
 

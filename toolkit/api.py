@@ -16,11 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from toolkit import preflight
+from toolkit.checkpoint.manager import CheckpointManager
+from toolkit.checkpointer import run_metadata
 from toolkit.config import Config
 from toolkit.config import load_config as load_arguments
 from toolkit.config.finetune import Finetune
+from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Loss
 from toolkit.config.values import format_toml
 from toolkit.data import build, build_loader
@@ -28,6 +32,7 @@ from toolkit.data.batch_size import batch_shape
 from toolkit.data.dataloader import Batch
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
+from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.dtensor import clean_name
 from toolkit.errors import ConfigError, DataError, Problem
 from toolkit.generation.load import LoadedModel
@@ -43,10 +48,12 @@ from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import init_rule
 from toolkit.optim.lr_scheduler import learning_rate as scheduled_rate
 from toolkit.optim.optimizer import build_optimizer as build_optimizer
+from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.objective import count_valid
 from toolkit.step_hooks import StepHook
 from toolkit.trainer import Trainer
+from toolkit.weights.export import export_hf as export_folder
 from toolkit.weights.load import load_weights as load_source
 from toolkit.weights.open import open_weights
 
@@ -130,30 +137,43 @@ def open_data(config: Config) -> RunData:
     return build.open_data(config, progress=False)
 
 
-def global_batches(
-    config: Config, data: RunData, device: torch.device
-) -> Iterator[tuple[list[Batch], Tensor]]:
-    """Yield for each step this rank's micro-batches, all ranks being data-parallel, and the number of tokens
-    with a loss in those of all ranks.
+class GlobalBatches:
+    """Batches of a run in its order, all ranks being data-parallel: for each step this rank's micro-batches,
+    and the number of tokens with a loss in those of all ranks.
 
     A micro-batch has ``tokens`` and ``labels`` (B, S), int64 and already shifted, −100 where a token has no
     loss, and ``positions`` and ``documents`` (B, S) or None.
+
+    Attributes:
+        shape: sizes of a global batch, micro-batches and accumulation.
+        loader: the loader of micro-batches, with the position in the data.
     """
-    ranks, training = dist.get_world_size(), config.training
-    shape = batch_shape(
-        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=ranks
-    )
-    assert shape is not None, "the preflight checks the batch"
-    loader = build_loader.training_loader(
-        config, data, shape, dp_rank=dist.get_rank(), dp_size=ranks, seed=config.debug.seed or 0
-    )
-    batches = iter(loader)
-    for first in batches:
-        rows: list[Batch] = [first, *(next(batches) for _ in range(shape.accumulation - 1))]
-        rows = [{name: None if it is None else it.to(device) for name, it in row.items()} for row in rows]
-        tokens = count_valid(rows)
+
+    def __init__(self, config: Config, data: RunData, device: torch.device):
+        training, ranks = config.training, dist.get_world_size()
+        shape = batch_shape(
+            global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=ranks
+        )
+        assert shape is not None, "the preflight checks the batch"
+        self.shape, self.device = shape, device
+        self.loader = build_loader.training_loader(
+            config, data, shape, dp_rank=dist.get_rank(), dp_size=ranks, seed=config.debug.seed or 0
+        )
+        self._micro_batches: Iterator[Batch] | None = None
+
+    def __iter__(self) -> GlobalBatches:
+        return self
+
+    def __next__(self) -> tuple[list[Batch], Tensor]:
+        if self._micro_batches is None:  # starts at the position that load_checkpoint may have set
+            self._micro_batches = iter(self.loader)
+        rows: list[Batch] = [next(self._micro_batches) for _ in range(self.shape.accumulation)]
+        on_device = [
+            {name: None if it is None else it.to(self.device) for name, it in row.items()} for row in rows
+        ]
+        tokens = count_valid(on_device)
         dist.all_reduce(tokens)
-        yield rows, tokens
+        return on_device, tokens
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -203,6 +223,69 @@ def load_weights(model: Decoder, path: str | Path) -> None:
         DataError, CheckpointError: the weights are damaged, or do not fit the model, by name and shape.
     """
     load_source(open_weights(path), _tensors(model))
+
+
+def save_checkpoint(
+    config: Config, step: int, model: Decoder, optimizer: Optimizer, batches: GlobalBatches
+) -> Path:
+    """Save the state after ``step`` updates in the run's checkpoint folder, and return the new folder.
+
+    All ranks call it. The checkpoint is complete or not there at all, and any mesh can load it, also
+    :func:`run` and the command line.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be written. Earlier checkpoints are unchanged.
+    """
+    run = {
+        **run_metadata(
+            config, model.args, mesh=f"dp {dist.get_world_size()}", data_parallel=dist.get_world_size(),
+            batch=batches.shape,
+        ),
+        "model_only": False,
+        "loader": batches.loader.state_dict(),
+    }  # fmt: skip
+    return _checkpoints(config).save(step, _saved(model, optimizer), run)
+
+
+def load_checkpoint(config: Config, model: Decoder, optimizer: Optimizer, batches: GlobalBatches) -> int:
+    """Load the newest checkpoint of the run into model, optimizer and position in the data, in place, and
+    return its number of finished steps: 0, with nothing loaded, where there is none.
+
+    Raises:
+        CheckpointError, DataError: on every rank: it is damaged, or of another model or corpus.
+    """
+    checkpoints = _checkpoints(config)
+    if (newest := checkpoints.latest()) is None:
+        return 0
+    manifest = checkpoints.load(newest, _saved(model, optimizer))
+    batches.loader.load_state_dict(manifest["run"]["loader"])
+    return newest
+
+
+def export_hf(config: Config, step_folder: str | Path, out: str | Path) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder in ``checkpoint.export_dtype``, with the
+    tokenizer of the run. All ranks call it, and each writes a part.
+
+    Raises:
+        CheckpointError, DataError: on every rank: the checkpoint cannot be read, or the folder not written.
+    """
+    place, dtype = build.tokenizer_path(config), process_group.DTYPES[config.checkpoint.export_dtype]
+    export_folder(Path(step_folder), Path(out), dtype=dtype, tokenizer_path=place, ranks=Ranks())
+
+
+def _checkpoints(config: Config) -> CheckpointManager:
+    run_folder = expand_user(config.job.dump_folder)
+    return CheckpointManager(
+        expand_user(config.checkpoint.folder, inside=run_folder),
+        keep_latest_k=config.checkpoint.keep_latest_k,
+        keep_every_n=config.checkpoint.keep_every_n,
+    )
+
+
+def _saved(model: Decoder, optimizer: Optimizer) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": tensor for name, tensor in _tensors(model).items()}
+    parameters = [(clean_name(name), parameter) for name, parameter in model.named_parameters()]
+    return tensors | optimizer_tensors(parameters, optimizer)
 
 
 def load_model(

@@ -29,7 +29,6 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import pretrained_folder
 from toolkit.models.on_disk import EXPORTS
 from toolkit.optim.optimizer_state import optimizer_tensors
-from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.train_step import TrainState
 
@@ -380,13 +379,15 @@ class Checkpointer:
             self.say(f"NOT EXPORTED: step {step} was not saved.")
 
 
-def run_metadata(config: Config, args: ModelArgs, mesh: Mesh, batch: BatchShape) -> dict[str, Any]:
+def run_metadata(
+    config: Config, args: ModelArgs, *, mesh: str, data_parallel: int, batch: BatchShape
+) -> dict[str, Any]:
     """Facts about a run that every manifest records."""
     return {
         "config": config.to_toml(origins=False),
         "model": asdict(args),
-        "mesh": str(mesh),
-        "data_parallel_degree": mesh.dp_size,
+        "mesh": mesh,
+        "data_parallel_degree": data_parallel,
         "global_batch_size": batch.total,
         "versions": {
             "toolkit": __version__,

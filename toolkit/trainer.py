@@ -149,7 +149,9 @@ class Trainer:
         return Checkpointer(
             self.config, self.folder, model_parts=self.model_parts, optimizer=self.optimizer,
             position=self.loader, state=self.train_state, group=self.file_group,
-            metadata=run_metadata(self.config, self.args, self.mesh, self.batch),
+            metadata=run_metadata(
+                self.config, self.args, mesh=str(self.mesh), data_parallel=self.mesh.dp_size, batch=self.batch
+            ),
         )  # fmt: skip
 
     def count_steps(self) -> int:
