@@ -18,6 +18,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 EXIT_FINISHED = 0
 EXIT_ERROR = 1
@@ -168,7 +169,9 @@ def join_or(items: Iterable[object]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an optional extra of pyproject.toml."""
+    """Return the command that installs an extra of pyproject.toml, in a checkout or where the wheel is."""
+    if not (Path(__file__).parents[1] / "pyproject.toml").exists():
+        return f"pip install 'llama-toolkit[{extra}]'"
     return f".venv/bin/python -m pip install -c constraints.txt -e '.[{extra}]', in the toolkit's folder"
 
 

@@ -14,4 +14,5 @@ CASES: list[Bad] = [
     bad("options_act", "profiling.enable_memory_snapshot", "has no effect without a GPU"),
     bad("prometheus_file_is_read", "metrics.prometheus_file=run.txt", "only reads", "use run.txt.prom"),
     bad("wandb_ready", "metrics.enable_wandb", "metrics.enable_wandb = True"),
+    bad("trackers_ready", "metrics.report_to=comet", "metrics.report_to = ['comet']", "COMET_API_KEY"),
 ]

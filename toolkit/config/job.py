@@ -89,6 +89,8 @@ class Metrics(Table):
     """Log metrics on every rank (in W&B as a group of runs), instead of only on rank 0."""
     enable_wandb: bool = False
     """Log metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME."""
+    report_to: list[Literal["comet", "mlflow", "trackio"]] = []
+    """Log metrics to these services too, configured by their own environment variables."""
     prometheus_file: Annotated[str | None, LocalPath()] = None
     """File that is overwritten with the latest metrics, for node_exporter's textfile collector: *.prom in its
     folder."""

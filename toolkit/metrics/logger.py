@@ -1,4 +1,4 @@
-"""Log the steps of a run to the console, ``metrics.jsonl``, TensorBoard and W&B."""
+"""Log the steps of a run to the console, ``metrics.jsonl``, TensorBoard and trackers such as W&B."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.metrics.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from toolkit.metrics.prometheus import PrometheusFile
-    from toolkit.metrics.wandb import WandB
+    from toolkit.metrics.trackers import Tracker
 
 _TENSORBOARD, _PROM = "TensorBoard's events", "metrics.prometheus_file"
 _OTHER_RANKS = "metrics.rank-N.jsonl of an earlier run"
@@ -30,7 +30,7 @@ class MetricLogger:
     ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/``. ``resume_step`` is
     the step of the loaded checkpoint, 0 for a new run; later records in the files are dropped. A new run
     renames old files of ranks that it does not write. ``config_text`` goes to TensorBoard and ``config`` to
-    Weights & Biases, which is on with ``enable_wandb``.
+    the trackers of ``enable_wandb`` and ``report_to``.
 
     A file that cannot be written never stops the run and is reported once; a lost console is reported as
     "console_lost" in the next record of ``metrics.jsonl``.
@@ -55,7 +55,7 @@ class MetricLogger:
         self._console = Console(total_steps, resume_step=resume_step, color=color) if is_rank_0 else None
         self._lines: JsonLines | None = None
         self._tensorboard: TensorBoard | None = None
-        self._wandb: WandB | None = None
+        self._trackers: list[Tracker] = []
         self._prometheus: PrometheusFile | None = None
         if not (is_rank_0 or options.save_for_all_ranks):
             return
@@ -75,16 +75,14 @@ class MetricLogger:
             from toolkit.metrics.prometheus import open_prometheus
 
             self._prometheus = self._attempt(_PROM, lambda: open_prometheus(options, folder, rank))
-        if options.enable_wandb:
-            from toolkit.metrics.wandb import WandB
+        if options.enable_wandb or options.report_to:
+            from toolkit.metrics.trackers import TRACKERS, WandB
 
-            self._wandb = WandB(
-                folder,
-                resume_step=resume_step,
-                config=config or {},
-                say=self.say,
-                rank=rank if options.save_for_all_ranks else None,
-            )
+            wanted: list[type[Tracker]] = [WandB] if options.enable_wandb else []
+            wanted += [TRACKERS[name] for name in options.report_to]
+            of_rank = rank if options.save_for_all_ranks else None
+            about: dict[str, Any] = {"resume_step": resume_step, "config": config or {}, "say": self.say}
+            self._trackers = [tracker(folder, **about, rank=of_rank) for tracker in wanted]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log ``values`` (numbers or None) of ``step`` under the keys of ``metrics.jsonl``."""
@@ -97,8 +95,8 @@ class MetricLogger:
             self._attempt(_TENSORBOARD, lambda: tensorboard.write(step, values))
         if (prometheus := self._prometheus) is not None:
             self._attempt(_PROM, lambda: prometheus.write(step, values))
-        if self._wandb is not None:
-            self._wandb.write(step, values)
+        for tracker in self._trackers:
+            tracker.write(step, values)
 
     def say(self, text: str) -> None:
         """Print ``text`` from rank 0, above the progress bar."""
@@ -116,9 +114,10 @@ class MetricLogger:
             self._attempt(self._name, self._lines.close)
         if self._tensorboard is not None:
             self._attempt(_TENSORBOARD, self._tensorboard.close)
-        for output in (self._wandb, self._console):
-            if output is not None:
-                output.close()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._console is not None:
+            self._console.close()
 
     def _attempt(self, name: str, write: Callable[[], Any]) -> Any:
         try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # these import torch, and a mistake is reported before that
     from toolkit.planner.traffic import Exchange
 
 _MAX_ITEMS = 3
-_MACHINE_RULES = ("folders_writable", "wandb_ready", "triton_has_a_compiler")
+_MACHINE_RULES = ("folders_writable", "wandb_ready", "trackers_ready", "triton_has_a_compiler")
 """Rules about this machine's folders and compilers, which a dry run does not use."""
 _MODEL_RULES = ("architecture_readable", "tokenizer_readable", "weights_readable")
 """Rules about the files that may define the model."""

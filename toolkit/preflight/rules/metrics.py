@@ -70,6 +70,29 @@ def wandb_ready(run: PlannedRun) -> list[Problem]:
     ]
 
 
+@rule()
+def trackers_ready(run: PlannedRun) -> list[Problem]:
+    """Check for the packages of ``metrics.report_to``, and for Comet's API key, for which it would prompt."""
+    key, asked = "metrics.report_to", run.config.metrics.report_to
+    problems = [
+        run.problem(key, f"the package {package} is not installed", install_command(name))
+        for name, package in _PACKAGES.items()
+        if name in asked and find_spec(package) is None
+    ]
+    if "comet" in asked and not problems and not _comet_may_send():
+        fix = "set it, or COMET_START_ONLINE=0 and `comet upload` the run's file later"
+        problems.append(run.problem(key, "there is no COMET_API_KEY, and no ~/.comet.config", fix))
+    return problems
+
+
+_PACKAGES = {"comet": "comet_ml", "mlflow": "mlflow", "trackio": "trackio"}
+
+
+def _comet_may_send() -> bool:
+    offline = os.environ.get("COMET_START_ONLINE", "").lower() in ("0", "false")
+    return offline or "COMET_API_KEY" in os.environ or os.path.exists(os.path.expanduser("~/.comet.config"))
+
+
 def _may_send() -> bool:
     variables = os.environ
     if variables.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun"):

@@ -1,8 +1,14 @@
-"""Weights & Biases, played by a module that remembers what it is sent."""
+"""Weights & Biases, played by a module that remembers what it is sent; the other trackers by themselves."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,3 +120,67 @@ def test_offline_with_the_package_itself(
     log.close()
     assert "training continues without" not in capsys.readouterr().out
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+# Comet, MLflow and trackio: the packages, which write files where there is no server
+
+
+def _tracked(folder: Path, name: Any, **about: Any) -> None:
+    """Log two values of a run of three steps that is resumed after the second."""
+    options = Metrics(enable_tensorboard=False, report_to=[name])
+    config = {"training": {"steps": 3}, "model": {"flavor": "x" * 600}}
+    for first, resumed in ((1, 0), (3, 2)):
+        log = MetricLogger(options, folder, total_steps=3, resume_step=resumed, config=config, **about)
+        for step in range(first, first + 2 - resumed // 2):
+            log.log(step, {"loss": 5.0 - step, "mfu": None})
+        log.close()
+
+
+def test_mlflow_has_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    _tracked(tmp_path, "mlflow")
+    assert "continues without" not in capsys.readouterr().out
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("mine")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == tmp_path.name
+    assert run.data.params["training.steps"] == "3" and len(run.data.params["model.flavor"]) == 500
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(it.step, it.value) for it in history] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+
+
+def test_trackio_has_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trackio")
+    code = "from pathlib import Path; from tests.metrics.test_trackers import _tracked; "
+    code += f"_tracked(Path({str(tmp_path)!r}), 'trackio')"
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "TRACKIO_PROJECT": "mine"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "continues without" not in done.stdout, done.stderr
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as store:
+        rows = store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    found = [(run, step, json.loads(it)["train/loss"]) for run, step, it in rows]
+    assert found == [(tmp_path.name, step, 5.0 - step) for step in (1, 2, 3)]
+
+
+def test_comet_writes_its_offline_file(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml")
+    code = "from pathlib import Path; from tests.metrics.test_trackers import _tracked; "
+    code += f"_tracked(Path({str(tmp_path)!r}), 'comet')"
+    environment = os.environ | {"COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": str(tmp_path / "comet")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "continues without" not in done.stdout, done.stderr
+    key = (tmp_path / "comet_experiment_key").read_text()
+    files = list((tmp_path / "comet").glob("*.zip"))
+    assert files and all(file.name.startswith(key) for file in files)
+    said = ""
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            said += archive.read("messages.json").decode()
+    assert "train/loss" in said and "training.steps" in said

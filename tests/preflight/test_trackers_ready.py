@@ -1,4 +1,4 @@
-"""The preflight sees if a run can be sent to Weights & Biases, with and without its package."""
+"""The preflight sees if a run can be sent to a tracker, with and without its package."""
 
 from __future__ import annotations
 
@@ -35,3 +35,21 @@ def test_without_a_key_wandb_would_ask_nobody(monkeypatch: pytest.MonkeyPatch, t
 def test_a_key_or_no_sending_at_all_will_do(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert problems(monkeypatch, installed=True) == ""
+
+
+def test_trackers_need_their_packages_and_comet_a_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = PlannedRun(configure(["--metrics.report_to=comet,mlflow,trackio"]), 1, CPU)
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "mlflow" else object())
+    [missing] = metrics.trackers_ready(run)
+    assert "mlflow is not installed" in missing.rule and "[mlflow]" in missing.fix
+    monkeypatch.setattr(metrics, "find_spec", lambda name: object())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    [key] = metrics.trackers_ready(run)
+    assert "COMET_API_KEY" in key.rule and "COMET_START_ONLINE=0" in key.fix
+    (tmp_path / ".comet.config").write_text("[comet]\napi_key=0\n")
+    assert metrics.trackers_ready(run) == []
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
+    assert metrics.trackers_ready(run) == []
