@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 
 def _train(config: Config, faults: FaultReporter | None, checked_device: str) -> int:
+    is_rank_0 = rank_environment(os.environ).rank == 0
+    if is_rank_0:
+        print("  importing PyTorch …", flush=True)
     import torch
 
     from toolkit.distributed import process_group
@@ -53,7 +56,6 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     from toolkit.metrics.startup_timer import StartupTimer
     from toolkit.trainer import Trainer
 
-    is_rank_0 = rank_environment(os.environ).rank == 0
     timer = StartupTimer(enabled=is_rank_0)
     with timer("tokenizer and tokens"):
         data = _data(config, progress=is_rank_0)

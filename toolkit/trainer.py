@@ -390,6 +390,8 @@ class Trainer:
             if self.config.metrics.enable_tensorboard
             else None,
             checkpoint=saved,
+            resumed=self.log.resume_step,
+            first_loss=self.log.first_loss,
             trained=self._describe_trained(),
             of_tokens=self.config.finetune.objective == "sft" and not self.args.classifier,
         )

@@ -207,11 +207,14 @@ def test_a_template_has_the_variables_of_the_flag_else_of_the_run(
     assert "'dog' is not NAME=VALUE" in capsys.readouterr().err
 
 
-def test_an_answer_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_lost_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(standard_streams, "protect", lambda **_: None)
     monkeypatch.setattr(standard_streams, "exit_code", lambda code: {EXIT_FINISHED: 1}[code])
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert cli.main(["chat", str(MODEL)]) == 1
+    assert "no chat template: its tokenizer suggests llama2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tp", [0, -1, 2])

@@ -1,11 +1,24 @@
 import math
 from pathlib import Path
 
+from toolkit.metrics.jsonl import first_loss
 from toolkit.metrics.summary import last_values, summary
 
 
 def _history(steps: int) -> list[dict]:
     return [{"step": step, "loss": 9.0 - step / 10, "tokens_per_second": 1000.0} for step in range(steps)]
+
+
+def test_a_resumed_run_is_compared_with_its_start(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 9}\n{"step": 1, "loss": 8.5}\n')
+    first = first_loss(tmp_path / "metrics.jsonl")
+    history = [{"step": 11, "loss": 4.0, "tokens_per_second": 1.0}]
+    text = summary(history, steps=11, tensorboard=None, checkpoint=None, resumed=10, first_loss=first)
+    assert text.splitlines()[:2] == [
+        "finished 11 steps, resumed from step 10",
+        "  training loss    8.500 → 4.000 (mean of the last 1 logged)",
+    ]
+    assert first_loss(tmp_path / "none.jsonl") is None
 
 
 def test_a_long_run_averages_its_last_ten_records():

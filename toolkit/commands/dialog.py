@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from toolkit.commands.load_asked import load_as_asked, sampling_as_asked
 from toolkit.data.chat.choose_format import chat_format, check_asked
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.distributed import process_group
 from toolkit.distributed.agreement import Ranks
@@ -228,6 +229,11 @@ def run(asked: argparse.Namespace) -> None:
     )
     terminal = Terminal()
     terminal.note(f"{form.name} format; {HELP}")
+    if asked.format is None and not isinstance(form, ChatTemplate):
+        terminal.note(
+            f"the model has no chat template: its tokenizer suggests {form.name}. A model that was not "
+            "trained on conversations in this format continues text, and does not answer"
+        )
     if loaded.adapters:
         terminal.note(f"adapters: {', '.join(loaded.adapters.adapters)}; /adapter NAME switches")
     talk(dialog, terminal, loaded)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from toolkit.commands.arguments import TEXT_FLAGS, flags_named
 from toolkit.commands.load_asked import load_as_asked
@@ -21,12 +23,14 @@ from toolkit.evaluation.perplexity import Evaluator, TextLoss, documents, text_l
 from toolkit.generation.load import LoadedModel, require_tokenizer
 from toolkit.launcher.environment import is_reporting_rank
 
+Item = TypeVar("Item")
+
 
 def text_result(
     loaded: LoadedModel, evaluator: Evaluator, asked: argparse.Namespace, length: int
 ) -> TextLoss:
     """Loss on the files of --text."""
-    texts = documents(asked.text, asked.text_column)
+    texts = _counted(documents(asked.text, asked.text_column), "documents")
     with flags_named(TEXT_FLAGS):
         return text_loss(evaluator, require_tokenizer(loaded), texts, length=length, stride=asked.stride)
 
@@ -62,7 +66,8 @@ def validation_result(loaded: LoadedModel, evaluator: Evaluator, config: Config)
             f"note: validation.steps are batches of each rank, here {samples} samples at most in all; a run "
             "on other ranks had others (--validation.steps -1 --validation.samples N takes N)"
         )
-    return evaluator.loss(islice(loader, None if options.steps == -1 else options.steps))
+    batches = islice(loader, None if options.steps == -1 else options.steps)
+    return evaluator.loss(_counted(batches, "batches"))
 
 
 def task_results(
@@ -79,6 +84,11 @@ def task_results(
     for line in result_lines(found):
         _say(line)
     return found["results"]
+
+
+def _counted(items: Iterable[Item], unit: str) -> Iterable[Item]:
+    """Count ``items`` on the terminal of rank 0 as they are evaluated."""
+    return tqdm(items, unit=f" {unit}", disable=None if is_reporting_rank(os.environ) else True)
 
 
 def _say(text: str) -> None:

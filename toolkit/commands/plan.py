@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SEARCH_RANGE = 33
 """Range of larger and smaller numbers of GPUs in which to search for one that works."""
 
-_INTERVAL = 5.0
+_INTERVAL = 2.0
 """Seconds between lines of progress."""
 _GIB = 2**30
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,6 +56,13 @@ def rank_files(folder: Path) -> dict[int, Path]:
         for path in folder.glob("metrics.rank-*.jsonl")
     }
     return {int(match[1]): path for path, match in matches.items() if match}
+
+
+def first_loss(path: Path) -> float | None:
+    """Return the first training loss in a file of records, None where it cannot be read or has none."""
+    with suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
+        return next((loss for line in file if (loss := json.loads(line).get("loss")) is not None), None)
+    return None
 
 
 def _json_value(value: Any) -> Any:

@@ -11,7 +11,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.errors import printable
 from toolkit.io import standard_streams
 from toolkit.metrics.console import Console
-from toolkit.metrics.jsonl import JsonLines, rank_files, set_aside
+from toolkit.metrics.jsonl import JsonLines, first_loss, rank_files, set_aside
 from toolkit.metrics.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class MetricLogger:
 
     A file that cannot be written never stops the run and is reported once; a lost console is reported as
     "console_lost" in the next record of ``metrics.jsonl``.
+
+    Attributes:
+        resume_step: as given.
+        first_loss: the first training loss of a resumed run, if rank 0's file has it.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class MetricLogger:
     ):
         folder = Path(folder)
         is_rank_0 = rank == 0
+        self.resume_step = resume_step
+        self.first_loss = first_loss(folder / "metrics.jsonl") if resume_step and is_rank_0 else None
         self._reported: set[str] = set()
         color = not options.disable_color_printing
         self._console = Console(total_steps, resume_step=resume_step, color=color) if is_rank_0 else None

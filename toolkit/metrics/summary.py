@@ -23,11 +23,14 @@ def summary(
     steps: int,
     tensorboard: Path | None,
     checkpoint: Path | None,
+    resumed: int = 0,
+    first_loss: float | None = None,
     trained: str = "",
     of_tokens: bool = True,
 ) -> str:
     """Return one line per result of the logged ``history``.
 
+    A run that ``resumed`` from a step began with ``first_loss``, which its history does not have.
     ``trained`` describes the trained part of the model in a fine-tuning run, for which peak memory is
     reported too. The perplexity is included if the loss is a mean ``of_tokens``. Skipped batches do not
     count.
@@ -36,12 +39,10 @@ def summary(
     accepted = [record for record in history if record["step"] not in skipped]
     losses = [record["loss"] for record in accepted if "loss" in record]
     validation = {it["step"]: it["validation_loss"] for it in history if "validation_loss" in it}
-    lines = [f"finished {steps} steps"]
+    lines = [f"finished {steps} steps" + (f", resumed from step {resumed}" if resumed else "")]
     if losses:
-        end = last_values(accepted, "loss")
-        lines.append(
-            f"  training loss    {losses[0]:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)"
-        )
+        start, end = losses[0] if first_loss is None else first_loss, last_values(accepted, "loss")
+        lines.append(f"  training loss    {start:.3f} → {mean(end):.3f} (mean of the last {len(end)} logged)")
     if validation:
         lines.append(f"  validation loss  {_change(validation, of_tokens)}")
     base_corpus = {it["step"]: it["base_corpus_loss"] for it in history if "base_corpus_loss" in it}
