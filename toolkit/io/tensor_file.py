@@ -165,6 +165,10 @@ def read_region(place: TensorPlace, region: Region, out: Tensor, *, paired_rows:
 
 
 def _preadv(descriptor: int, memory: memoryview, offset: int) -> int:
+    if not hasattr(os, "preadv"):  # as before macOS 11
+        data = os.pread(descriptor, len(memory), offset)
+        memory[: len(data)] = data
+        return len(data)
     return os.preadv(descriptor, [memory], offset)
 
 
