@@ -16,4 +16,5 @@ from toolkit.api import open_data as open_data
 from toolkit.api import run as run
 from toolkit.api import start as start
 
+__all__: list[str]
 __version__: str

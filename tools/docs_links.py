@@ -16,7 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure import StructureItem
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.nav import Link, Navigation
+from mkdocs.structure.nav import Link, Navigation, Section
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +63,8 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
 def _walk(items: Iterable[StructureItem]) -> Iterator[StructureItem]:
     for item in items:
         yield item
-        yield from _walk(item.children or ())
+        if isinstance(item, Section):
+            yield from _walk(item.children)
 
 
 def _resolve(path: str, link: str) -> str:

@@ -69,9 +69,9 @@ def test_every_key_and_table_has_an_entry(site: dict[Path, _Page]) -> None:
     ("key", "facts"),
     [
         ("training.seq_len", "int, default 2048, at least 1"),
-        ("debug.seed", "int|None, default None, at least 0"),
-        ("job.time_limit", "float|None, default None, above 0"),
-        ("checkpoint.async_mode", 'disabled|async|async_with_pinned_mem, default "disabled"'),
+        ("debug.seed", "int | None, default None, at least 0"),
+        ("job.time_limit", "float | None, default None, above 0"),
+        ("checkpoint.async_mode", 'disabled | async | async_with_pinned_mem, default "disabled"'),
     ],
 )
 def test_an_entry_states_type_default_and_bounds(site: dict[Path, _Page], key: str, facts: str) -> None:
