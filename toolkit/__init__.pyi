@@ -19,4 +19,5 @@ from toolkit.api import run as run
 from toolkit.api import save_checkpoint as save_checkpoint
 from toolkit.api import start as start
 
+__all__: list[str]
 __version__: str

@@ -16,7 +16,7 @@ from toolkit.config import Config
 from toolkit.config.schema import fields_by_key, find_table, tables
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 OTHERS = {"tools/preprocess_data.py"}
 """Paths of other projects, that migration.md names."""
 THEIRS = {"fsdp_sharding_strategy", "lr_scheduler", "offload_to_cpu", "ssd_offload"}

@@ -58,37 +58,42 @@ def help_text(table: str = "") -> str:
 
 
 def _entry(field: Field) -> str:
-    head = f"  --{field.key} {_short_type(field.annotation)}  (default {_default(field)})"
+    head = f"  --{field.key} {short_type(field.annotation)}  (default {default_text(field)})"
     return "\n".join(
         [head, *textwrap.wrap(describe(field), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
     )
 
 
-def _short_type(annotation: Any) -> str:
+def short_type(annotation: Any) -> str:
     """Abbreviate a type: ``int``, ``a|b``, ``[str,…]`` for a list."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _short_type(arguments[0])
+        return short_type(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        return "|".join(dict.fromkeys(_short_type(a) for a in arguments))
+        return "|".join(dict.fromkeys(short_type(a) for a in arguments))
     if origin is Literal:
         return "|".join(str(choice) for choice in arguments)
     if origin is list:
-        return f"[{_short_type(arguments[0])},…]"
+        return f"[{short_type(arguments[0])},…]"
     if origin is dict:
-        return f"{{name={_short_type(arguments[1])},…}}"
+        return f"{{name={short_type(arguments[1])},…}}"
     return _SHORT[annotation]
 
 
-def _default(field: Field) -> str:
+def default_text(field: Field) -> str:
+    """Return the default as TOML, or None."""
     return "None" if field.default is None else format_toml(field.default)
 
 
 def describe(field: Field) -> str:
     """Return a key's description, with the conditions under which it has an effect."""
+    return " ".join([field.description, *(f"[{condition}]" for condition in conditions(field))])
+
+
+def conditions(field: Field) -> list[str]:
+    """Return the values that a key does not support, and the conditions under which it has an effect."""
     unsupported = [mark for mark in field.marks if isinstance(mark, UnsupportedValues)]
-    notes = [f"[not {' or '.join(map(format_toml, mark.values))}: {mark.reason}]" for mark in unsupported]
+    notes = [f"not {' or '.join(map(format_toml, mark.values))}: {mark.reason}" for mark in unsupported]
     switches = [str(mark) for mark in field.marks if isinstance(mark, OnlyWith)]
-    only = [f"[only with {' or '.join(dict.fromkeys(switches))}]"] if switches else []
-    needed = [f"[needs {mark.what}]" for mark in field.marks if isinstance(mark, Needs)]
-    return " ".join([field.description, *notes, *only, *needed])
+    only = [f"only with {' or '.join(dict.fromkeys(switches))}"] if switches else []
+    return [*notes, *only, *(f"needs {mark.what}" for mark in field.marks if isinstance(mark, Needs))]
