@@ -103,7 +103,7 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
     """Check that each corpus exists and has the needed columns."""
     problems = []
     for corpus in corpora(run.config):
-        opened = run.opened[corpus.table]
+        opened, chosen_by = run.opened[corpus.table], _chosen_by(corpus.table)
         found = problem_of(opened, corpus.dataset_path) if isinstance(opened, DataError) else None
         if found and corpus.dataset_path is None and corpus.dataset in EMBEDDED:
             fix = f"set {corpus.table}.dataset_path: the included {corpus.dataset} is plain text"
@@ -112,17 +112,23 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
             fix = found.fix.replace("data.text_column", corpus.column_key)
             if corpus.table.startswith("data.mixture.") and corpus.column_key == "data.text_column":
                 fix = f"set {corpus.table}.text_column, or {fix.removeprefix('set ')}"
-            problems.append(run.problem(corpus.column_key, found.rule, fix))
+            problems.append(run.problem(corpus.column_key, found.rule, fix, *chosen_by))
         elif found and found.key == "columns":
             fix = found.fix.replace("data.columns", corpus.columns_key)
             fix = fix.replace("data.format", corpus.format_key)
-            problems.append(run.problem(corpus.format_key, found.rule, fix))
+            problems.append(run.problem(corpus.format_key, found.rule, fix, *chosen_by))
         elif found and found.key == "label_column":
             key = "finetune.classification.label_column"
-            problems.append(run.problem(key, found.rule, found.fix))
+            problems.append(run.problem(key, found.rule, found.fix, *chosen_by))
         elif found:
-            problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
+            key = f"{corpus.table}.{found.key}"
+            problems.append(run.problem(key, found.rule, found.fix, *chosen_by))
     return list(dict.fromkeys(problems))
+
+
+def _chosen_by(table: str) -> tuple[str, str]:
+    """Return the keys that choose the corpus of a table."""
+    return f"{table}.dataset_path", f"{table}.dataset"
 
 
 @rule(DataError)
@@ -171,9 +177,12 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     limit = config.data.max_inline_gb * 1e9
     root = local_cache(config.data.cache_folder)
     cached = [table for table in run.opened if table != "training" or not config.data.streaming]
-    largest = max((_unread_bytes(run.opened[table], root) for table in cached), default=0)
-    problem = too_large(largest, limit, shlex.join(_flags(config)))
-    return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []
+    sizes = {table: _unread_bytes(run.opened[table], root) for table in cached}
+    largest = max(sizes, key=sizes.__getitem__, default="training")
+    problem = too_large(sizes.get(largest, 0), limit, shlex.join(_flags(config)))
+    if problem is None:
+        return []
+    return [run.problem("data.max_inline_gb", problem.rule, problem.fix, *_chosen_by(largest))]
 
 
 def _unread_bytes(source: Corpus | DataError, root: Path) -> int:

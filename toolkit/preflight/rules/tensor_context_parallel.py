@@ -25,18 +25,17 @@ def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
     tp, model = run.config.parallelism.tensor_parallel_degree, run.model
     if model is None or tp == 1:
         return []
-    problems = []
-    for name in ("n_heads", "n_kv_heads"):
-        if getattr(model, name) % tp:
-            fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads))
-            fix = f"tensor_parallel_degree can be {join_or(fitting)}"
-            problems.append(run.problem(_TP, f"must divide {name}, which is {getattr(model, name)}", fix))
-    for name in ("vocab_size", "ffn_dim"):
-        size = getattr(model, name)
-        if size % tp:
-            fix = f"the nearest size that fits is model.{name} = {_nearest_size(name, size, tp)}"
-            problems.append(run.problem(_TP, f"must divide {name}, which is {size}", fix))
-    return problems
+    sizes = {name: getattr(model, name) for name in ("n_heads", "n_kv_heads", "vocab_size", "ffn_dim")}
+    broken = {name: size for name, size in sizes.items() if size % tp}
+    if not broken:
+        return []
+    rule = f"must divide {' and '.join(f'{name}, which is {size}' for name, size in broken.items())}"
+    fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads, *broken.values()))
+    fix = f"set {_TP} to {join_or(fitting)}"
+    if broken.keys() <= {"vocab_size", "ffn_dim"}:
+        nearest = [f"model.{name} = {_nearest_size(name, size, tp)}" for name, size in broken.items()]
+        fix += f"; the nearest size that fits {tp} is {' and '.join(nearest)}"
+    return [run.problem(_TP, rule, fix, *(f"model.{name}" for name in broken))]
 
 
 def _nearest_size(name: str, size: int, tp: int) -> int:
@@ -81,9 +80,13 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
         if length % unit == 0:
             continue
         rule = f"must be a multiple of {' × '.join(parts)}{f', that is {unit}' if len(parts) > 1 else ''}"
-        fix = f"the nearest is {nearest_multiple(length, unit)}"
-        less = [degree for degree in divisors(cp)[1:-1] if length % (unit // cp * degree) == 0]
-        problems.append(run.problem(key, rule, f"{fix}, or set {_CP} to {less[-1]}" if less else fix))
+        less = [degree for degree in divisors(cp)[:-1] if length % (unit // cp * degree) == 0]
+        fixes = [f"{key} to {nearest_multiple(length, unit)}", *(f"{_CP} to {size}" for size in less[-1:])]
+        if length % tp:
+            fixes.append(f"{_TP} to {math.gcd(length, tp)}")
+        if run.blame(key, _CP, _TP) != key:
+            fixes.reverse()
+        problems.append(run.problem(key, rule, f"set {join_or(fixes)}", _CP, _TP))
     return problems
 
 
