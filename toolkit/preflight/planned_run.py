@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import Config
 from toolkit.config.local_paths import assets_folder, expand_user
-from toolkit.config.schema import is_set
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.corpus import Corpus
@@ -55,7 +54,7 @@ class PlannedRun:
 
     def blame(self, *keys: str) -> str:
         """Return the key that the user set most directly, the first of equals; defaults come last."""
-        return min(keys, key=lambda key: (not is_set(self.config, key), self.config.depth(key)))
+        return min(keys, key=self.config.depth)
 
     def located(self, problem: Problem) -> Problem:
         """Add the origin to a problem that was detected without the config."""

@@ -115,8 +115,9 @@ def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
 
 def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_dim: bool) -> None:
     """Check sizes that depend on one another, and blame one that was ``asked`` for."""
-    # A number of heads that suits the other sizes of the model.
-    heads = [n for n in divisors(args.dim) if n % args.n_kv_heads == 0 and args.dim // n % 2 == 0]
+    # A number of heads that suits the other sizes of the model; that of KV heads may follow it.
+    kv = args.n_kv_heads if args.n_kv_heads != args.n_heads or asked.get("n_kv_heads") else 1
+    heads = [n for n in divisors(args.dim) if n % kv == 0 and args.dim // n % 2 == 0]
     set_heads = f"model.n_heads = {_nearest(heads, args.n_heads)}" if heads else "change model.n_heads"
     problems = []
 
@@ -126,7 +127,7 @@ def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_d
 
     if derived_head_dim and args.dim % args.n_heads:
         rule = f"dim ({args.dim}) must be a multiple of n_heads ({args.n_heads}) if head_dim is not set"
-        set_dim = f"model.dim = {nearest_multiple(args.dim, args.n_heads)}"
+        set_dim = f"model.dim = {nearest_multiple(args.dim, 2 * args.n_heads)}"
         add(
             rule,
             {"dim": f"{set_dim}, or set model.head_dim", "n_heads": f"{set_heads}, or set model.head_dim"},

@@ -278,8 +278,8 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
             "training.global_batch_size",
             f"the checkpoint {start.loaded} was trained at data-parallel degree {dp}, this run has "
             f"{run.mesh.dp}, and -1 would change the batch",
-            f"set training.global_batch_size to {saved.get('global_batch_size')}, the batch so far, or restart "
-            f"the data {start.anew('dataloader')}",
+            f"set training.global_batch_size to {saved.get('global_batch_size')}, the batch so far, or "
+            f"restart the data {start.anew('dataloader')}",
             *_FOUND_BY,
         )
     ]

@@ -54,7 +54,9 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
         _outside_blocks(run, pattern, weight)
         if (weight := outside_blocks(args, pattern))
         else run.problem(
-            _TARGETS, f'"{pattern}" is not a linear layer', did_you_mean(pattern, names, "use one")
+            _TARGETS,
+            f'"{pattern}" is not a linear layer',
+            did_you_mean(pattern, names, f"use some of {', '.join(names)}"),
         )
         for pattern in idle_targets(args, patterns)
     ]

@@ -73,7 +73,7 @@ def batch_divides(run: PlannedRun) -> list[Problem]:
     if run.mesh is None or run.batch:
         return []
     size, dp = run.config.training.global_batch_size, run.mesh.dp
-    fitting = join_or(degree for degree in divisors(size) if degree <= run.world_size)
+    fitting = join_or(divisors(math.gcd(size, run.world_size)))
     fix = f"set {_BATCH} to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
     rule = f"must be a multiple of the data-parallel degree {dp}"
     return [run.problem(_BATCH, rule, fix, *(DEGREES[name] for name in _BLAMED))]

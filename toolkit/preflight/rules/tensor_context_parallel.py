@@ -29,7 +29,7 @@ def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
     broken = {name: size for name, size in sizes.items() if size % tp}
     if not broken:
         return []
-    rule = f"must divide {' and '.join(f'{name}, which is {size}' for name, size in broken.items())}"
+    rule = f"must divide {', and '.join(f'{name}, which is {size}' for name, size in broken.items())}"
     fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads, *broken.values()))
     fix = f"set {_TP} to {join_or(fitting)}"
     if broken.keys() <= {"vocab_size", "ffn_dim"}:
