@@ -237,7 +237,8 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     cached = [table for table in run.opened if table != "training" or not config.data.streaming]
     sizes = {table: _unread_bytes(run.opened[table], root) for table in cached}
     largest = max(sizes, key=sizes.__getitem__, default="training")
-    problem = too_large(sizes.get(largest, 0), limit, shlex.join(_flags(config)))
+    size = sizes.get(largest, 0)
+    problem = too_large(size, limit, shlex.join(_flags(config)) if size > limit else "")
     if problem is None:
         return []
     return [run.problem("data.max_inline_gb", problem.rule, problem.fix, *_chosen_by(largest))]
