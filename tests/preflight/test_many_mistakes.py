@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.preflight.bad_runs import CPU, H100
-from toolkit.config import Config
+from tests.preflight.bad_runs import CP, CPU, H100, TP
+from toolkit import launch, train
+from toolkit.commands import prepare_data
+from toolkit.config import Config, InvalidSettings, load_config
 from toolkit.config.schema import find_field
 from toolkit.config.values import format_toml, parse
 from toolkit.errors import ConfigError, Problem
 from toolkit.hardware import Hardware
-from toolkit.preflight import load, raise_problems
+from toolkit.preflight import __main__ as preflight
+from toolkit.preflight import check, load, raise_problems
 
 
 @dataclass(frozen=True)
@@ -148,3 +152,51 @@ def test_one_pass_reports_every_mistake(
 
 def test_there_are_twenty() -> None:
     assert len(CONFIGS) == 20 and all(2 <= len(config.blamed) <= 5 for config in CONFIGS)
+
+
+def test_a_flag_is_blamed_before_a_file_and_a_file_before_a_default(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("model.n_kv_heads = 2\nmodel.max_seq_len = 1024\n")
+    config = load_config([str(tmp_path / "run.toml"), "--model.n_heads=5"])
+    problems = check(config, world_size=1, hardware=CPU)
+    assert [problem.key for problem in problems] == ["model.n_heads"] * 2
+    config = load_config([str(tmp_path / "run.toml")])
+    [problem] = check(config, world_size=1, hardware=CPU)
+    assert problem.key == "model.max_seq_len"
+    assert problem.rule.startswith("training.seq_len = 2048: ")
+
+
+def test_fixes_keep_what_the_user_set() -> None:
+    config = load_config([f"--{TP}=3", f"--{CP}=2", "--training.seq_len=1024"])
+    problems = check(config, world_size=8, hardware=CPU)
+    [mesh] = [problem for problem in problems if "world size" in problem.rule]
+    assert mesh.key == TP and mesh.fix.endswith(
+        "use one of: cp 2 × tp 4; dp_shard 2 × cp 2 × tp 2; dp_shard 4 × cp 2"
+    )
+    [length] = check(load_config([f"--{CP}=3"]), world_size=3, hardware=CPU)
+    assert (length.key, length.fix) == (CP, f"set {CP} to 1")
+
+
+@pytest.mark.parametrize(
+    "main", [launch.main, train.main, preflight.main, prepare_data.main], ids=lambda main: main.__module__
+)
+def test_each_program_reports_both_kinds(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--training.steps=many", "--training.dataset_path=missing.txt", f"--job.dump_folder={tmp_path}"]
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.count("training.steps = 'many'") == said.count("training.dataset_path = 'missing.txt'") == 1
+
+
+def test_a_dry_run_checks_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--comm.mode=fake_backend", "--training.steps=many", "--model.n_heads=5"]
+    assert train.main([*flags, "--training.dataset_path=missing.txt"]) == 2
+    said = capsys.readouterr().err
+    assert "training.steps = 'many'" in said and "model.n_heads = 5" in said and "missing.txt" not in said
+
+
+def test_an_unreadable_file_is_reported_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("model.n_heads = \n")
+    with pytest.raises(InvalidSettings) as caught:
+        load_config([str(tmp_path / "run.toml"), "--model.dim=7"])
+    assert caught.value.rest is None

@@ -114,39 +114,34 @@ def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
 
 
 def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_dim: bool) -> None:
-    """Check sizes that depend on one another, and blame one that was ``asked`` for."""
+    """Check sizes that depend on one another, and blame the first that was ``asked`` for."""
     # A number of heads that suits the other sizes of the model; that of KV heads may follow it.
     kv = args.n_kv_heads if args.n_kv_heads != args.n_heads or asked.get("n_kv_heads") else 1
     heads = [n for n in divisors(args.dim) if n % kv == 0 and args.dim // n % 2 == 0]
     set_heads = f"model.n_heads = {_nearest(heads, args.n_heads)}" if heads else "change model.n_heads"
+    set_dim = f"model.dim = {nearest_multiple(args.dim, 2 * args.n_heads)}"
     problems = []
 
     def add(rule: str, fixes: dict[str, str]) -> None:
-        name = next((name for name in fixes if asked.get(name) is not None), next(iter(fixes)))
+        name = next((name for name in asked if name in fixes and asked[name] is not None), next(iter(fixes)))
         problems.append(Problem(rule, fixes[name], f"model.{name}", getattr(args, name)))
 
     if derived_head_dim and args.dim % args.n_heads:
         rule = f"dim ({args.dim}) must be a multiple of n_heads ({args.n_heads}) if head_dim is not set"
-        set_dim = f"model.dim = {nearest_multiple(args.dim, 2 * args.n_heads)}"
-        add(
-            rule,
-            {"dim": f"{set_dim}, or set model.head_dim", "n_heads": f"{set_heads}, or set model.head_dim"},
-        )
+        other = "or set model.head_dim"
+        add(rule, {"dim": f"{set_dim}, {other}", "n_heads": f"{set_heads}, {other}"})
     elif args.head_dim % 2:
         rule = "head_dim (by default dim / n_heads) must be even: RoPE rotates pairs of elements"
-        fix = f"model.head_dim = {args.head_dim + 1}"
-        add(
-            rule, {"head_dim": fix, "n_heads": f"{set_heads}, or {fix}", "dim": f"{fix}, or change model.dim"}
-        )
+        fixes = {"head_dim": (fix := f"model.head_dim = {args.head_dim + 1}")}
+        if derived_head_dim:
+            fixes |= {"dim": f"{set_dim}, or {fix}", "n_heads": f"{set_heads}, or {fix}"}
+        add(rule, fixes)
     if args.n_heads % args.n_kv_heads:
         rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads ({args.n_kv_heads})"
         possible = divisors(args.n_heads)
-        kv_heads = f"model.n_kv_heads = {_nearest(possible, args.n_kv_heads)}"
-        fixes = {
-            "n_kv_heads": f"{kv_heads} (possible: {', '.join(map(str, possible))})",
-            "n_heads": set_heads,
-        }
-        add(rule, fixes)
+        set_kv_heads = f"model.n_kv_heads = {_nearest(possible, args.n_kv_heads)}"
+        among = f"(possible: {', '.join(map(str, possible))})"
+        add(rule, {"n_kv_heads": f"{set_kv_heads} {among}", "n_heads": set_heads})
     if problems:
         raise ConfigError(problems)
 

@@ -47,7 +47,10 @@ def _heads(run: PlannedRun) -> int:
 
 
 def _fitting(asked: dict[str, int], world_size: int, heads: int) -> list[ParallelDims]:
-    """Return meshes of ``world_size`` that use only the techniques of ``asked``, most similar first."""
+    """Return meshes of ``world_size`` that use only the techniques of ``asked``, most similar first.
+
+    Degrees that divide the world size are kept if some mesh has them all.
+    """
     possible = divisors(world_size)
     near = {
         name: [size for size in possible if size == 1 or asked[name] / 2 <= size <= asked[name] * 2 > 2]
@@ -64,7 +67,9 @@ def _fitting(asked: dict[str, int], world_size: int, heads: int) -> list[Paralle
         kept = [name for name, size in asked.items() if size != -1]
         return sum(weights[name] * abs(math.log(getattr(degrees, name) / asked[name])) for name in kept)
 
-    return sorted(meshes, key=distance)
+    kept = [name for name, size in asked.items() if size > 1 and world_size % size == 0]
+    keeping = [mesh for mesh in meshes if all(getattr(mesh, name) == asked[name] for name in kept)]
+    return sorted(keeping or meshes, key=distance)
 
 
 @rule()

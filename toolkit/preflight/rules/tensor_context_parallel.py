@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from toolkit.config.schema import DEFAULT
 from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import uses_ring
@@ -80,12 +81,13 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
         if length % unit == 0:
             continue
         rule = f"must be a multiple of {' × '.join(parts)}{f', that is {unit}' if len(parts) > 1 else ''}"
-        less = [degree for degree in divisors(cp)[:-1] if length % (unit // cp * degree) == 0]
-        fixes = [f"{key} to {nearest_multiple(length, unit)}", *(f"{_CP} to {size}" for size in less[-1:])]
+        nearest = f"{key} to {nearest_multiple(length, unit)}"
+        less = [size for size in divisors(cp)[:-1] if length % (unit // cp * size if size > 1 else tp) == 0]
+        fixes = [f"{_CP} to {size}" for size in less[-1:]]
         if length % tp:
             fixes.append(f"{_TP} to {math.gcd(length, tp)}")
-        if run.blame(key, _CP, _TP) != key:
-            fixes.reverse()
+        if run.config.origin(key) != DEFAULT or not fixes:
+            fixes.insert(0 if run.blame(key, _CP, _TP) == key else len(fixes), nearest)
         problems.append(run.problem(key, rule, f"set {join_or(fixes)}", _CP, _TP))
     return problems
 
