@@ -64,8 +64,8 @@ def _fitting(asked: dict[str, int], world_size: int, heads: int) -> list[Paralle
     weights = {"pp": 4, "cp": 4, "tp": 4, "dp_replicate": 2, "dp_shard": 1}
 
     def distance(degrees: ParallelDims) -> float:
-        kept = [name for name, size in asked.items() if size != -1]
-        return sum(weights[name] * abs(math.log(getattr(degrees, name) / asked[name])) for name in kept)
+        sizes = {name: size for name, size in asked.items() if size != -1}
+        return sum(weights[name] * abs(math.log(getattr(degrees, name) / sizes[name])) for name in sizes)
 
     kept = [name for name, size in asked.items() if size > 1 and world_size % size == 0]
     keeping = [mesh for mesh in meshes if all(getattr(mesh, name) == asked[name] for name in kept)]
