@@ -5,7 +5,8 @@
 
 In turn, so that both see the same machine: (a) torchrun with as many ranks that import torch's FSDP, form a
 process group and exit; (b) ``run_train.sh`` until ``metrics.jsonl`` has its first line, which comes when the
-first step ends. One run before the first timing fills the token cache. Other arguments go to the run.
+first step ends. One run before the first timing fills the token cache. Other arguments go to the run. Also
+the processor time of the preflight, for a valid config and for one with mistakes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import signal
 import statistics
 import subprocess
@@ -35,6 +37,7 @@ dist.destroy_process_group()
 """
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 600.0
+MISTAKES = ("--training.steps=many", "--parallelism.tensor_parallel_degree=3", "--model.n_heads=5")
 Timed = TypeVar("Timed")
 
 
@@ -44,6 +47,19 @@ def time_command(*command: str) -> float:
         command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     return time.perf_counter() - started
+
+
+def preflight_seconds(*flags: str) -> float:
+    """Processor seconds of the preflight, which do not depend on what else this machine does."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = used()
+    command = [sys.executable, "-m", "toolkit", "preflight", "debug_model", "--world-size", "8", *flags]
+    subprocess.run(command, cwd=ROOT, capture_output=True)
+    return used() - before
 
 
 def time_torchrun(ranks: int, *program: str) -> float:
@@ -112,6 +128,8 @@ def report(ranks: int, seconds: Mapping[str, Sequence[float]]) -> str:
         _row("the same, to its start", to_start),
         _row(f"torchrun, {ranks} ranks that do nothing", seconds["torchrun"]),
         _row("the toolkit's launcher, the same", seconds["supervisor"]),
+        _row("the preflight of debug_model, processor time", seconds["preflight"]),
+        _row("the same, with three mistakes", seconds["mistakes"]),
     ]
     return "\n".join(rows) + "\n"
 
@@ -129,6 +147,7 @@ def measure(ranks: int, repeats: int, arguments: Sequence[str]) -> dict[str, lis
             timed["first step"], timed["step"] = time_first_step(ranks, folder, arguments)
             timed["torchrun"] = time_torchrun(ranks, "--no-python", "true")
             timed["supervisor"] = time_supervisor(ranks, "true")
+            timed |= {"preflight": preflight_seconds(), "mistakes": preflight_seconds(*MISTAKES)}
             if repeat:
                 for name, value in timed.items():
                     seconds[name].append(value)

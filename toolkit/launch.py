@@ -35,7 +35,7 @@ from toolkit.config.types import MAX_RANKS, MAX_SECONDS
 from toolkit.data.build import open_data
 from toolkit.data.run_data import TOKENS
 from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, ConfigError, ToolkitError, report
-from toolkit.hardware import Hardware, detect
+from toolkit.hardware import Hardware
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import (
     CHECKED_DEVICE,
@@ -125,11 +125,8 @@ def main(argv: Sequence[str]) -> int:
     """Check the configuration that ``argv`` describes, tokenize its corpus, then run ``toolkit.train``."""
     try:
         with stop_at_once():
-            config = load_config(argv)
-            if config.is_dry:  # one process instead of all, which needs torch
-                os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
-            hardware = detect(config.training.device)
-            launch = launch_from(os.environ, hardware)
+            config = preflight.load(argv, lambda valid: _check(valid, argv))
+            hardware, launch = _plan(config, argv)
             tell = launch.node_rank == 0
             several = launch.nodes > 1 or bool(os.environ.get("MAX_RESTARTS"))
             words, world_size = [*argv], launch.world_size
@@ -172,6 +169,21 @@ def main(argv: Sequence[str]) -> int:
     if code == EXIT_FINISHED and tell and os.environ.get("SAMPLE"):
         _show_text(config, os.environ["SAMPLE"])
     return code
+
+
+def _plan(config: Config, argv: Sequence[str]) -> tuple[Hardware, Launch]:
+    """Detect the hardware and read the launch. A dry run, which needs torch, is one process."""
+    if config.is_dry:
+        os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
+    hardware = preflight.hardware_of(config)
+    return hardware, launch_from(os.environ, hardware)
+
+
+def _check(config: Config, argv: Sequence[str]) -> None:
+    """Check the valid settings of a configuration that has others."""
+    hardware, launch = _plan(config, argv)
+    if not config.parallelism.elastic_meshes:  # which change the mesh of a launch
+        preflight.raise_problems(config, world_size=launch.world_size, hardware=hardware)
 
 
 def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:

@@ -105,13 +105,28 @@ def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def _load(argv: Sequence[str]) -> Config:
+    """Load the config; if settings are invalid, check the others too."""
+    from toolkit import preflight
+
+    def check(config: Config) -> None:
+        if config.is_dry:
+            from toolkit.planner.dry_run import checked_run
+
+            checked_run(config, os.environ, argv)
+        else:
+            preflight.raise_problems(config, world_size=rank_environment(os.environ).world_size)
+
+    return preflight.load(argv, check)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the training that ``argv`` describes and return the exit code."""
     rank, faults = 0, None
     checked = os.environ.get(CHECKED_DEVICE, "")
     try:
         os.environ |= (slurm := slurm_rank(os.environ))
-        config = load_config(argv)
+        config = load_config(argv) if SUPERVISED in os.environ else _load(argv)
         debug = config.job.debug
         if config.is_dry:
             from toolkit.planner.dry_run import dry_run
@@ -128,9 +143,8 @@ def main(argv: Sequence[str]) -> int:
         use_expandable_segments(os.environ)
         if SUPERVISED not in os.environ:  # else the launcher has done this
             from toolkit import preflight
-            from toolkit.hardware import detect
 
-            hardware = detect(config.training.device)
+            hardware = preflight.hardware_of(config)
             preflight.check_and_print(config, world_size=world_size, hardware=hardware, show=rank == 0)
             checked = hardware.device
     except ToolkitError as error:  # the same on every rank

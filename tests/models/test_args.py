@@ -116,9 +116,9 @@ def test_unknown_names_are_refused_with_the_nearest(name, flavor, key, words):
     "overrides, keys, words",
     [
         ({"dim": 250}, ["model.dim"], "model.dim = 256"),
-        ({"n_heads": 15}, ["model.dim"], "model.dim = 255"),
+        ({"n_heads": 15}, ["model.n_heads"], "model.n_heads = 16"),
         ({"head_dim": 15}, ["model.head_dim"], "model.head_dim = 16"),
-        ({"dim": 240}, ["model.head_dim"], "model.head_dim = 16"),
+        ({"dim": 240}, ["model.dim"], "model.dim = 256, or model.head_dim = 16"),
         ({"n_kv_heads": 3}, ["model.n_kv_heads"], "model.n_kv_heads = 2"),
         ({"n_kv_heads": 32}, ["model.n_kv_heads"], "model.n_kv_heads = 16"),
         ({"dim": 250, "n_kv_heads": 7}, ["model.dim", "model.n_kv_heads"], "or set model.head_dim"),

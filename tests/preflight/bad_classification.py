@@ -96,7 +96,7 @@ CASES = [
         LABELS,
         "no column 'label'",
         "set finetune.classification.label_column",
-        key=f"{_PREFIX}.label_column",
+        key="training.dataset_path",
         prepare=_row(text="hello", stars=1),
     ),
     bad(

@@ -44,7 +44,6 @@ CASES = [
         "corpus_readable",
         "training.dataset_path=a.parquet",
         "it has 'id', 'body'",
-        key="data.text_column",
         prepare=_parquet,
     ),
     bad(
@@ -70,7 +69,6 @@ CASES = [
         "validation.dataset_path=saved validation.enable validation.seq_len=256",
         "no such split",
         "it has train",
-        key="validation.dataset_split",
         prepare=_saved,
     ),
     bad(

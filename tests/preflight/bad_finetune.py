@@ -170,7 +170,7 @@ CASES: list[Bad] = [
         'has no effect with finetune.dpo.loss_type = "ipo"',
         prepare=_PAIR,
     ),
-    bad("dpo_reads_pairs", DPO, "rows with two answers", "preference", key="data.format"),
+    bad("dpo_reads_pairs", DPO, "rows with two answers", "set data.format to"),
     bad("dpo_reads_pairs", f"data.document_mask=false {DPO} {PAIRS}", "must not attend", prepare=_PAIR),
     bad("dpo_reads_pairs", f"data.train_on=all {DPO} {PAIRS}", "their common prompt", prepare=_PAIR),
     bad(

@@ -98,7 +98,7 @@ CASES: list[Bad] = [
         "inductor_attends_in_fp64",
         "compile.backend=inductor compile.enable training.mixed_precision_param=float64",
         "from torch 2.13 on; this is 2.12",
-        'set it to "aot_eager"',
+        'compile.backend = "aot_eager"',
         torch=(2, 12),
     ),
     bad(

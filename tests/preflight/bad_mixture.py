@@ -67,7 +67,7 @@ CASES: list[Bad] = [
         "mixture_weights_fit",
         f"{CODE}.weight=0.0004 {WEB}.weight=5 {WEB}.dataset=embedded_validation",
         "less than 1 / 10,000 of all weights",
-        "set it to at least 0.0005",
+        "data.mixture.code.weight to at least 0.0005",
     ),
     bad(
         "mixture_parts_differ",

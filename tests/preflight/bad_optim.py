@@ -64,7 +64,7 @@ CASES: list[Bad] = [
         "early_step_alone",
         f"training.global_batch_size=32 training.max_norm=inf {EARLY}",
         "32 samples = 2 data-parallel × 8 local × 2 accumulated",
-        "set it to 16, raise training.local_batch_size to 16",
+        "global_batch_size to 16, raise training.local_batch_size to 16",
         world=2,
     ),
     bad(

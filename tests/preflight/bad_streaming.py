@@ -15,7 +15,7 @@ CASES: list[Bad] = [
         "is not known; set lr_scheduler.step_size",
         key="lr_scheduler.decay_type",
     ),
-    bad(_RULE, f"{_ON} data.mixture.a.weight=1", "needs the lengths", key="data.mixture"),
+    bad(_RULE, f"{_ON} data.mixture.a.weight=1", "needs the lengths"),
     bad(
         "corpus_readable",
         "training.dataset_path=s3://bucket/text.jsonl",

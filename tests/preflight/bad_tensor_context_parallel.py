@@ -12,8 +12,7 @@ CASES = [
     bad(
         "tensor_parallel_divides",
         f"{TP}=3 model.vocab_size=4353 training.seq_len=255",
-        "must divide n_heads, which is 16",
-        "must divide n_kv_heads, which is 16",
+        "must divide n_heads, which is 16, and n_kv_heads, which is 16",
         "1, 2, 4, 8 or 16",
         world=3,
     ),
@@ -21,7 +20,7 @@ CASES = [
         "tensor_parallel_divides",
         f"{TP}=8 model.n_kv_heads=4",
         "must divide n_kv_heads, which is 4",
-        "tensor_parallel_degree can be 1, 2 or 4",
+        "tensor_parallel_degree to 1, 2 or 4",
         world=8,
     ),
     bad(
@@ -67,7 +66,7 @@ CASES = [
         "sequence_divides",
         f"training.seq_len=252 {CP}=4",
         "2·cp = 8",
-        "nearest is 256, or set parallelism.context_parallel_degree to 2",
+        "training.seq_len to 256 or parallelism.context_parallel_degree to 2",
         world=4,
     ),
     bad(

@@ -231,7 +231,7 @@ CASES = [
         f"model.hf_assets_path={TOKENIZER} {FROM_M}",
         "has 4096 tokens",
         "has 4300",
-        'set it to "m"',
+        'set model.hf_assets_path to "m"',
         prepare=_with_larger_tokenizer,
     ),
 ]

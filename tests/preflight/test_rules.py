@@ -124,8 +124,7 @@ MESH = [
         "dp_shard 4",
         "is not the world size 6",
         "start 4 processes",
-        "dp_shard 6",
-        "dp_replicate 2 × dp_shard 3",
+        "for 6 use one of: dp_shard 6",
         world=6,
     ),
     bad(
@@ -133,13 +132,19 @@ MESH = [
         f"{REPLICATE}=4",
         "does not divide the world size 6",
         "start a multiple of 4 processes",
-        key=SHARD,
+        "dp_replicate 3 × dp_shard 2",
         world=6,
     ),
-    bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", key=SHARD, world=6),
+    bad("world_fills_mesh", f"{TP}=4", "tp 4", "dp_shard 3 × tp 2", world=6),
     bad("elastic_meshes_are_meshes", f"{MESHES}=dp_shard=2,dp=3", "'dp=3' is not a mesh", "dp_shard=3 tp=2"),
-    bad("batch_divides", "training.global_batch_size=16", "data-parallel degree 3", "set it to 15", world=3),
-    bad("batch_divides", "training.global_batch_size=2", "set it to 4", "of 1 or 2", world=4),
+    bad(
+        "batch_divides",
+        "training.global_batch_size=16",
+        "data-parallel degree 3",
+        "global_batch_size to 15",
+        world=3,
+    ),
+    bad("batch_divides", "training.global_batch_size=2", "global_batch_size to 4", "of 1 or 2", world=4),
 ]
 
 FILES = [
@@ -163,8 +168,8 @@ FILES = [
     bad(
         "corpus_readable",
         "training.dataset_path=a.jsonl",
+        "data.text_column = 'text': ",
         "'input'",
-        key="data.text_column",
         prepare=write("a.jsonl", '{"input": "x"}\n'),
     ),
     bad("folders_writable", "job.dump_folder=a/b/run", "a is not a folder", prepare=write("a", "")),
@@ -267,8 +272,8 @@ CHECKPOINT = [
     bad(
         "checkpoint_complete",
         "checkpoint.enable",
+        "checkpoint.load_step = -1: ",
         "0 bytes instead of 1",
-        key="checkpoint.load_step",
         prepare=lambda folder: (save(folder, 5) / "__0_0.distcp").write_bytes(b""),
     ),
     bad(
@@ -332,7 +337,6 @@ CHECKPOINT = [
         "checkpoint_fits_model",
         "checkpoint.enable",
         "dim 512 (this model: 256)",
-        key="checkpoint.load_step",
         prepare=lambda folder: save(folder, 5, model={"dim": 512, "n_layers": 6}),
     ),
     bad(
@@ -340,7 +344,7 @@ CHECKPOINT = [
         "model.norm_eps=1e-4 checkpoint.enable",
         "rope_theta 10000.0 (this model: 500000.0), rope_scaling {'factor': 4.0} (this model: ",
         "set model.rope_theta, model.rope_scaling_factor to change it on purpose",
-        key="checkpoint.load_step",
+        key="checkpoint.enable",
         prepare=lambda folder: save(
             folder, 5, model={"rope_theta": 1e4, "rope_scaling": {"factor": 4.0}, "norm_eps": 1e-5}
         ),
@@ -350,7 +354,6 @@ CHECKPOINT = [
         "checkpoint.enable",
         "contains only the model",
         "initial_load_path",
-        key="checkpoint.load_step",
         prepare=lambda folder: save(folder, 5, model_only=True, loader=None),
     ),
     bad(
@@ -386,7 +389,7 @@ CHECKPOINT = [
         "stream_resumable",
         "data.streaming training.dataset_path=a.txt,b.txt training.global_batch_size=9 checkpoint.enable",
         "splits 2 files into 1 shards",
-        "set it to 8",
+        "global_batch_size to 8",
         key="training.global_batch_size",
         prepare=lambda folder: [
             *((folder / name).write_text("a text") for name in ("a.txt", "b.txt")),
@@ -397,7 +400,7 @@ CHECKPOINT = [
         "batch_resumable",
         "training.global_batch_size=-1 checkpoint.enable",
         "degree 1, this run has 2",
-        "set it to 8",
+        "global_batch_size to 8",
         world=2,
         prepare=lambda folder: save(folder, 5),
     ),

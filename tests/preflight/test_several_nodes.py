@@ -103,7 +103,7 @@ def test_a_launch_forecasts_the_mesh_that_its_ranks_take(
         raise Told
 
     monkeypatch.setattr("toolkit.launcher.forecast.Forecast", forecast)
-    monkeypatch.setattr("toolkit.launch.detect", lambda _: replace(CPU, memory=1))
+    monkeypatch.setattr("toolkit.preflight.detect", lambda _: replace(CPU, memory=1))
     argv = [*TINY, f"--job.dump_folder={tmp_path}", f"{MESHES}=dp_shard=3,dp_shard=2"]
     with pytest.raises(Told):
         main(argv)

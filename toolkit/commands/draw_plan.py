@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import preflight
 from toolkit.commands.arguments import add_custom_import, local_path, output_file, ranks
 from toolkit.commands.plot import pyplot, write_html
-from toolkit.config import load_config
+from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import Hardware
 from toolkit.planner.machines import Machine, find_machine
@@ -187,12 +187,18 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"-o {asked.output}: an .html or a .png is written")
     try:
         machine = find_machine(asked.gpu)
-        config = load_config(["--job.config_file", str(asked.config), *words])
         hardware = Hardware("cuda", machine.name, machine.node, "bfloat16" in machine.peak, capability=9.0)
-        run = PlannedRun(config, asked.gpus, hardware)
-        from toolkit.planner.dry_run import required_rules
 
-        preflight.raise_problems(config, world_size=asked.gpus, hardware=hardware, only=required_rules(run))
+        def checked(config: Config) -> PlannedRun:
+            from toolkit.planner.dry_run import required_rules
+
+            run = PlannedRun(config, asked.gpus, hardware)
+            preflight.raise_problems(
+                config, world_size=asked.gpus, hardware=hardware, only=required_rules(run)
+            )
+            return run
+
+        run = checked(preflight.load(["--job.config_file", str(asked.config), *words], checked))
         plt = pyplot()
         memory, time = _plan(run, machine)
         assert run.mesh

@@ -36,7 +36,7 @@ from toolkit.commands.arguments import (
     local_path_text,
     output_problem,
 )
-from toolkit.config import Config, load_config
+from toolkit.config import Config
 from toolkit.data.find_files import open_text
 from toolkit.errors import (
     EXIT_FINISHED,
@@ -152,8 +152,12 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
     if not asked.config:
         return None
     bos = [] if asked.add_bos_token is None else [f"--model.add_bos_token={asked.add_bos_token}".lower()]
-    config = load_config(["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos])
-    preflight.raise_problems(config, world_size=1, only=_RULES, unread=_OF_TRAINING)
+
+    def check(config: Config) -> None:
+        preflight.raise_problems(config, world_size=1, only=_RULES, unread=_OF_TRAINING)
+
+    flags = ["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos]
+    check(config := preflight.load(flags, check))
     if config.finetune.objective == "dpo":
         key, fix = "finetune.objective", "give --text, or --tasks; the run's own validation compares pairs"
         rule = "pairs of answers have no loss without the reference of their run"

@@ -26,9 +26,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit import preflight
 from toolkit.commands.arguments import count, local_path
 from toolkit.commands.prepare_data import check
-from toolkit.config import asks_for_tracebacks, load_config
+from toolkit.config import asks_for_tracebacks
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     )
     own, words = parser.parse_known_args(argv)
     try:
-        config = load_config(words)
+        config = preflight.load(words, check)
         check(config)
         from toolkit.commands.sample_view import as_html, in_terminal, samples  # help needs no torch
         from toolkit.data.build import run_tokenizer

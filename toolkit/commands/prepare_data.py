@@ -29,10 +29,9 @@ from collections.abc import Sequence
 
 from toolkit import preflight
 from toolkit.commands.arguments import count
-from toolkit.config import Config, asks_for_tracebacks, load_config
+from toolkit.config import Config, asks_for_tracebacks
 from toolkit.data.build import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
-from toolkit.hardware import detect
 
 RULES = (
     "tokenizer_readable",
@@ -59,7 +58,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError, DataError: as :func:`toolkit.preflight.raise_problems`.
     """
-    hardware = detect(config.training.device)
+    hardware = preflight.hardware_of(config)
     preflight.raise_problems(config, world_size=1, hardware=hardware, only=RULES)
     for note in preflight.notes(config, world_size=1, hardware=hardware, only=("corpora_notes",)):
         print(f"note   {one_line(note)}", file=sys.stderr, flush=True)
@@ -114,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     )
     own, words = parser.parse_known_args(argv)
     try:
-        config = load_config(words)
+        config = preflight.load(words, check)
         check(config)
         prepare(config, own.processes, verify=own.verify)
     except ToolkitError as error:

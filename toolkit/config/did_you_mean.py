@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from toolkit.config.schema import fields_by_key, find_field, find_table, is_group, tables
 from toolkit.config.values import takes_pairs
 from toolkit.errors import Problem, closest
@@ -24,33 +26,45 @@ RENAMED = {
 def unknown_key(key: str, value: object, origin: str) -> Problem:
     """Describe a dotted key or table that the schema does not have."""
     table, _, name = key.rpartition(".")
+    meant = " or ".join(meant_keys(key, value))
     if find_table(key) or is_group(key):
         rule = f"{key} is a table"
         return Problem(rule, f"set one of its keys; --help {key} lists them", key, value, origin)
     if isinstance(value, dict):
         rule = f"there is no table [{key}]"
-        meant = closest(key, tables())
         otherwise = f"the tables are {', '.join(tables())}"
-    elif table_class := find_table(table):
+    elif find_table(table):
         rule = f"[{table}] has no key {name}"
-        near = closest(name, table_class.model_fields)
-        meant = f"{table}.{near}" if near else _elsewhere(name)
         otherwise = f"remove it; --help {table} lists the keys of [{table}]"
     elif (field := find_field(table)) and takes_pairs(field.annotation):
         rule = f"{table} must be set in one flag"
         return Problem(rule, f"write --{table} {name}={value}, more pairs after commas", key, value, origin)
     elif table:
         rule = f"there is no table [{table}]"
-        meant = closest(key, fields_by_key()) or _elsewhere(name)
         otherwise = f"the tables are {', '.join(tables())}"
     else:
         rule = f"every key belongs to a table, but {name!r} does not"
-        meant = _elsewhere(name) or closest(key, fields_by_key())
         otherwise = "remove it; --help lists all keys"
-    meant = RENAMED.get(key) or meant
     return Problem(rule, f"did you mean {meant}?" if meant else otherwise, key, value, origin)
 
 
-def _elsewhere(name: str) -> str:
-    """Return the keys of this name in any table, joined by "or"."""
-    return " or ".join(key for key in fields_by_key() if key.rpartition(".")[2] == name)
+def meant_keys(key: str, value: object) -> list[str]:
+    """Return the keys, or the table, that ``key`` probably stands for; none if it exists or is like no
+    other."""
+    table, _, name = key.rpartition(".")
+    elsewhere = [other for other in fields_by_key() if other.rpartition(".")[2] == name]
+    if find_field(key):
+        return []
+    if key in RENAMED:
+        return [RENAMED[key]]
+    if isinstance(value, dict):
+        return _closest(key, tables())
+    if table_class := find_table(table):
+        return [f"{table}.{near}" for near in _closest(name, table_class.model_fields)] or elsewhere
+    near = _closest(key, fields_by_key())
+    return near or elsewhere if table else elsewhere or near
+
+
+def _closest(name: str, names: Iterable[str]) -> list[str]:
+    near = closest(name, names)
+    return [near] if near else []

@@ -15,11 +15,23 @@ from pydantic import ValidationError
 from toolkit.config.cli import CONFIG_FILE, Arguments, read_arguments
 from toolkit.config.local_paths import path_problem
 from toolkit.config.schema import Config, clear_overridden, config_class, find_field
-from toolkit.config.toml import read_files
+from toolkit.config.toml import EXTENDS, read_files
 from toolkit.config.types import NONE, LocalPath
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import Setting, format_toml
 from toolkit.errors import ConfigError, Problem
+
+
+class InvalidSettings(ConfigError):
+    """Some settings are invalid.
+
+    ``rest`` is the config of all others, in which reading what they set raises
+    :class:`~toolkit.config.types.UnknownValue`; None if not all of them are known.
+    """
+
+    def __init__(self, problems: Sequence[Problem], rest: Config | None):
+        super().__init__(problems)
+        self.rest = rest
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -28,7 +40,8 @@ def load_config(argv: Sequence[str]) -> Config:
     ``--help`` and ``--help TABLE`` print the keys and exit.
 
     Raises:
-        ConfigError: Files or flags are invalid; contains every problem found.
+        InvalidSettings: Files or flags are invalid; contains every problem found.
+        ConfigError: The module of job.custom_import cannot be imported.
     """
     arguments = _read(argv)
     if module := arguments.settings.get("job.custom_import"):
@@ -50,7 +63,22 @@ def load_config(argv: Sequence[str]) -> Config:
     except ConfigError as error:
         problems += error.problems
     if problems:
-        raise ConfigError(problems)
+        raise InvalidSettings(problems, _rest(settings, problems))
+    return config
+
+
+def _rest(settings: Mapping[str, Setting], problems: Sequence[Problem]) -> Config | None:
+    """Return the config of the settings without problems; None if a file or word could not be read."""
+    from toolkit.config.did_you_mean import meant_keys
+
+    keys = {problem.key for problem in problems}
+    if not keys.isdisjoint(("", CONFIG_FILE, EXTENDS)):
+        return None
+    keys.update(key for problem in problems for key in meant_keys(problem.key, problem.value))
+    prefixes = tuple(f"{key}." for key in keys)
+    config = _build({key: it for key, it in settings.items() if not f"{key}.".startswith(prefixes)})
+    for key in keys:
+        config = config.without(key)
     return config
 
 

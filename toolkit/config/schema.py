@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import PrivateAttr
 
@@ -24,7 +24,7 @@ from toolkit.config.training import (
     Training,
     Validation,
 )
-from toolkit.config.types import OnlyWith, Table
+from toolkit.config.types import OnlyWith, Table, UnknownValue
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml
 
@@ -101,17 +101,30 @@ class Config(Table):
             value = value[name] if isinstance(value, dict) else getattr(value, name)
         return value
 
+    def without(self, key: str) -> Config:
+        """Return a copy in which reading ``key``, a value or a table, raises :class:`UnknownValue`."""
+        return _without(self, key.split("."))
+
+    def knows(self, key: str) -> bool:
+        """Return whether the value of a dotted ``key`` can be read; see :meth:`without`."""
+        try:
+            self.value(key)
+        except UnknownValue:
+            return False
+        return True
+
     def present_fields(self) -> Iterator[Field]:
-        """Yield the fields of this config: those of :func:`fields`, with the user's names instead of
-        NAME."""
+        """Yield the fields of this config whose values are known: those of :func:`fields`, with the user's
+        names instead of NAME."""
         for table, of_table in groupby(fields(), key=lambda field: field.table):
             if table in named_tables():
                 group = table.rpartition(".")[0]
+                names = self.value(group) if self.knows(group) else ()
                 of_each = list(of_table)
-                for name in self.value(group):
-                    yield from (replace(field, key=f"{group}.{name}.{field.name}") for field in of_each)
+                present = [replace(it, key=f"{group}.{name}.{it.name}") for name in names for it in of_each]
             else:
-                yield from of_table
+                present = list(of_table)
+            yield from (field for field in present if self.knows(field.key))
 
     def to_toml(self, origins: bool = True) -> str:
         """Return all values, including defaults, as TOML that loads to an equal config.
@@ -131,6 +144,20 @@ class Config(Table):
             line = f"# {line}" if unset or field.key in overridden else line
             lines.append(f"{line}  # {self.origin(field.key)}" if origins else line)
         return "\n".join(lines[1:]) + "\n"
+
+
+_AnyTable = TypeVar("_AnyTable", bound=Table)
+
+
+def _without(table: _AnyTable, path: list[str]) -> _AnyTable:
+    name, *rest = path
+    copy = table.model_copy()
+    inner = copy.__dict__.pop(name, None)
+    if isinstance(inner, Table) and rest:
+        copy.__dict__[name] = _without(inner, rest)
+    elif isinstance(inner, dict) and len(rest) > 1 and rest[0] in inner:
+        copy.__dict__[name] = inner | {rest[0]: _without(inner[rest[0]], rest[1:])}
+    return copy
 
 
 @dataclass(frozen=True)
@@ -282,8 +309,8 @@ SINGLE_CORPUS_KEYS = tuple(
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Return whether a value is not the default (the config that a run saves contains every key)."""
-    return bool(config.value(key) != fields_by_key()[key].default)
+    """Return whether a known value is not the default (the config that a run saves contains every key)."""
+    return config.knows(key) and bool(config.value(key) != fields_by_key()[schema_name(key)].default)
 
 
 def overridden_keys(config: Config) -> frozenset[str]:

@@ -22,7 +22,7 @@ from toolkit.config.toml_text import MAX_LENGTH, parse_toml
 from toolkit.config.values import Setting
 from toolkit.errors import Problem
 
-_EXTENDS = "extends"
+EXTENDS = "extends"
 Origin = Callable[[Path], str]
 
 
@@ -77,13 +77,13 @@ def _read(path: str, named_by: Problem, children: tuple[str, ...]) -> Layer:
 
 
 def _extended(path: str, document: dict[str, Any], origin: Origin, children: tuple[str, ...]) -> Layer:
-    if _EXTENDS not in document:
+    if EXTENDS not in document:
         return Layer()
-    base, where = document.pop(_EXTENDS), origin((_EXTENDS,))
+    base, where = document.pop(EXTENDS), origin((EXTENDS,))
     if not isinstance(base, str):
         rule, fix = "must be the name of one TOML file", 'write extends = "other.toml"'
-        return Layer(problems=[Problem(rule, fix, _EXTENDS, base, where)])
-    return _read(find(base, inside=os.path.dirname(path)), Problem("", "", _EXTENDS, base, where), children)
+        return Layer(problems=[Problem(rule, fix, EXTENDS, base, where)])
+    return _read(find(base, inside=os.path.dirname(path)), Problem("", "", EXTENDS, base, where), children)
 
 
 def _flatten(document: dict[str, Any], prefix: Path, origin: Origin, depth: int, layer: Layer) -> None:

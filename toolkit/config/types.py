@@ -10,7 +10,7 @@ import json
 import types
 import typing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval, Lt
 from pydantic import (
@@ -132,12 +132,23 @@ def allows_none(annotation: object) -> bool:
     return is_union and type(None) in typing.get_args(annotation)
 
 
+class UnknownValue(Exception):
+    """A value was read that the user set to something invalid."""
+
+
 class Table(BaseModel):
     """A TOML table. Values are not converted, except integers to floats."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    if not TYPE_CHECKING:  # where it would allow any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:  # removed by Config.without
+                raise UnknownValue(name)
+            return super().__getattr__(name)
 
     @field_validator("*", mode="before")
     @classmethod

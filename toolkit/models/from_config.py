@@ -28,14 +28,18 @@ def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
         DataError: the config.json is of an unknown model.
     """
     model = config.model
+    asked = model.overrides()
+    # Of sizes that contradict one another, the one that the user set most directly is blamed.
+    closest = sorted(reversed(asked), key=lambda name: config.depth(f"model.{name}"))
+    overrides = {name: asked[name] for name in closest}
     folder = config_folder(config)
     if folder is not None:
         from toolkit.models.on_disk import read_hf_config
 
-        args = override_args(read_hf_config(folder), **model.overrides())
+        args = override_args(read_hf_config(folder), **overrides)
     else:
         name, flavor = model.name or _NAME, model.flavor or _FLAVOR
-        args = resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **model.overrides())
+        args = resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **overrides)
     options = config.finetune.classification
     if not options.num_labels:
         return args

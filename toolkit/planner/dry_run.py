@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
-from toolkit.config.types import MAX_RANKS
+from toolkit.config.types import MAX_RANKS, UnknownValue
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
 from toolkit.launcher.environment import node_range, shown_ranks, whole_number
@@ -48,11 +48,8 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
         ConfigError: the configuration is invalid.
         DataError: the file that defines the model cannot be read.
     """
-    run = plan_run(config, environ, argv)
+    run = checked_run(config, environ, argv)
     config = run.config
-    preflight.raise_problems(
-        config, world_size=run.world_size, hardware=run.hardware, only=required_rules(run)
-    )
     if config.job.print_config:
         print(config.to_toml())
     print("dry    nothing is trained, and no corpus or checkpoint is read")
@@ -79,6 +76,14 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
     return EXIT_FINISHED
 
 
+def checked_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
+    """Return :func:`plan_run` if its configuration is valid; raises as :func:`dry_run` does."""
+    run = plan_run(config, environ, argv)
+    only = required_rules(run)
+    preflight.raise_problems(run.config, world_size=run.world_size, hardware=run.hardware, only=only)
+    return run
+
+
 def plan_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
     """The run on all nodes; with elastic meshes, on the largest one."""
     device = config.training.device
@@ -95,7 +100,10 @@ def required_rules(run: PlannedRun) -> list[str]:
     """Names of the rules that a dry run needs: those of the config, and those about the files that define the
     model, if only they do."""
     names = [it.check.__name__ for it in preflight.rules_of(run) if it.error is ConfigError]
-    unknown = run.model is None or (needs_tokenizer(run.config) and run.vocabulary is None)
+    try:
+        unknown = run.model is None or (needs_tokenizer(run.config) and run.vocabulary is None)
+    except UnknownValue:
+        unknown = False
     return [name for name in names if name not in _MACHINE_RULES] + (list(_MODEL_RULES) if unknown else [])
 
 

@@ -6,16 +6,44 @@ If the config itself is valid, an unusable tokenizer, corpus or checkpoint exits
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
-from toolkit.config import Config
-from toolkit.errors import ConfigError, Problem
+from toolkit.config import Config, InvalidSettings, load_config
+from toolkit.config.types import UnknownValue
+from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.hardware import Hardware, detect
 from toolkit.preflight import rules
 from toolkit.preflight.planned_run import RULES, PlannedRun, Rule
 from toolkit.preflight.summary import describe, notes, summary
 
-__all__ = ["check", "describe", "notes", "raise_problems", "rules_of", "summary"]
+__all__ = ["check", "describe", "hardware_of", "load", "notes", "raise_problems", "rules_of", "summary"]
+
+
+def load(argv: Sequence[str], check: Callable[[Config], object]) -> Config:
+    """Load the config of ``argv``. If settings are invalid, report them together with the problems of the
+    others, which ``check`` raises.
+
+    Raises:
+        ConfigError: See :func:`toolkit.config.load_config`.
+    """
+    try:
+        return load_config(argv)
+    except InvalidSettings as invalid:
+        problems = invalid.problems
+        if invalid.rest:
+            try:
+                check(invalid.rest)
+            except UnknownValue:
+                pass  # even the checks depend on an invalid value
+            except ToolkitError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
+        raise ConfigError(problems) from None
+
+
+def hardware_of(config: Config) -> Hardware:
+    """Detect the hardware of a run, that of device "auto" if training.device is invalid."""
+    return detect(config.training.device if config.knows("training.device") else "auto")
 
 
 def check(config: Config, *, world_size: int, hardware: Hardware) -> list[Problem]:
@@ -42,14 +70,16 @@ def raise_problems(
         ConfigError: The config breaks a rule; includes the problems of tokenizer, corpus and checkpoint.
         DataError, CheckpointError: Only the tokenizer, corpus or checkpoint is unusable.
     """
-    broken = _broken(PlannedRun(config, world_size, hardware or detect(config.training.device)), only)
+    broken = _broken(PlannedRun(config, world_size, hardware or hardware_of(config)), only)
     broken = [(rule, problem) for rule, problem in broken if not problem.key.startswith(unread)]
     problems = [problem for _, problem in broken]
     errors = [rule.error for rule, _ in broken]
     if ConfigError in errors:
         raise ConfigError(problems)
     if errors:
-        raise errors[0]("\n".join(map(str, problems)))  # type: ignore[arg-type]  # ConfigError went above
+        error = errors[0]("\n".join(map(str, problems)))  # type: ignore[arg-type]  # ConfigError went above
+        error.problems = problems
+        raise error
 
 
 def check_and_print(config: Config, *, world_size: int, hardware: Hardware, show: bool = True) -> None:
@@ -67,12 +97,16 @@ def check_and_print(config: Config, *, world_size: int, hardware: Hardware, show
 
 
 def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Problem]]:
-    chosen = [rule for rule in rules_of(run) if not only or rule.check.__name__ in only]
-    return [(rule, problem) for rule in chosen for problem in rule.check(run)]
+    broken: list[tuple[Rule, Problem]] = []
+    for rule in rules_of(run):
+        if not only or rule.check.__name__ in only:
+            with suppress(UnknownValue):
+                broken += [(rule, problem) for problem in rule.check(run)]
+    return broken
 
 
 def rules_of(run: PlannedRun) -> list[Rule]:
     """Return the rules that apply to ``run`` in file order, after those registered by job.custom_import."""
-    files = [file.__name__ for file in rules.load(run.config, run.hardware.device)]
+    files = [file.__name__ for file in rules.load(run.config, run.detected.device)]
     own = [rule for rule in RULES.values() if not rule.check.__module__.startswith(rules.__name__)]
     return own + [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]

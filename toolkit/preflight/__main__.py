@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from toolkit import preflight
-from toolkit.config import asks_for_tracebacks, load_config
+from toolkit.config import Config, asks_for_tracebacks
 from toolkit.config.types import MAX_RANKS
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
-from toolkit.hardware import detect
+from toolkit.hardware import Hardware
 from toolkit.io import standard_streams
 from toolkit.launcher.environment import is_number, whole_number
 
@@ -24,11 +24,16 @@ def main(argv: Sequence[str]) -> int:
         world_size, words = _world_size(argv)
         if words and not words[0].startswith("-"):
             words = ["--job.config_file", *words]
-        config = load_config(words)
-        hardware = detect(config.training.device)
-        world_size = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1, MAX_RANKS)
-        preflight.raise_problems(config, world_size=world_size, hardware=hardware)
-        about = preflight.describe(config, world_size=world_size, hardware=hardware)
+
+        def check(config: Config) -> tuple[int, Hardware]:
+            hardware = preflight.hardware_of(config)
+            ranks = world_size or whole_number(os.environ, "WORLD_SIZE", hardware.count, 1, MAX_RANKS)
+            preflight.raise_problems(config, world_size=ranks, hardware=hardware)
+            return ranks, hardware
+
+        config = preflight.load(words, check)
+        ranks, hardware = check(config)
+        about = preflight.describe(config, world_size=ranks, hardware=hardware)
     except ToolkitError as error:
         return report(error, show=True, debug=asks_for_tracebacks(words))
     if config.job.print_config:

@@ -17,7 +17,7 @@ from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import SourceError
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.load_tokenizer import vocabulary_size
-from toolkit.errors import CheckpointError, ConfigError, DataError, Problem
+from toolkit.errors import CheckpointError, ConfigError, DataError, Problem, quote
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import attention_name, model_args, model_label
@@ -34,11 +34,27 @@ class PlannedRun:
 
     config: Config
     world_size: int
-    hardware: Hardware
+    detected: Hardware
 
-    def problem(self, key: str, rule: str, fix: str) -> Problem:
-        """Describe a rule that a key breaks, with the key's value and origin."""
-        return Problem(rule, fix, key, self.config.value(key), self.config.origin(key))
+    @property
+    def hardware(self) -> Hardware:
+        """The hardware that training.device selected; unknown if its value is invalid."""
+        assert self.config.training.device
+        return self.detected
+
+    def problem(self, key: str, rule: str, fix: str, *others: str) -> Problem:
+        """Describe a rule that a key breaks, with the key's value and origin.
+
+        ``others`` are keys that share in it: one of them is blamed if :meth:`blame` selects it.
+        """
+        blamed = self.blame(key, *others)
+        if blamed != key:
+            rule = f"{key} = {quote(self.config.value(key))}: {rule}"
+        return Problem(rule, fix, blamed, self.config.value(blamed), self.config.origin(blamed))
+
+    def blame(self, *keys: str) -> str:
+        """Return the key that the user set most directly, the first of equals; defaults come last."""
+        return min(keys, key=self.config.depth)
 
     def located(self, problem: Problem) -> Problem:
         """Add the origin to a problem that was detected without the config."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -101,7 +101,7 @@ def override_args(
     if derived:
         given["head_dim"] = given.get("dim", base.dim) // given.get("n_heads", base.n_heads)
     args = replace(base, **given)
-    _check_together(args, derived_head_dim=derived)
+    _check_together(args, overrides, derived_head_dim=derived)
     return args
 
 
@@ -113,21 +113,38 @@ def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
     return RopeScaling(float(factor), original_max_seq_len=base.max_seq_len)
 
 
-def _check_together(args: ModelArgs, *, derived_head_dim: bool) -> None:
+def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_dim: bool) -> None:
+    """Check sizes that depend on one another, and blame the first that was ``asked`` for."""
+    # A number of heads that suits the other sizes of the model; that of KV heads may follow it.
+    kv = args.n_kv_heads if args.n_kv_heads != args.n_heads or asked.get("n_kv_heads") else 1
+    heads = [n for n in divisors(args.dim) if n % kv == 0 and args.dim // n % 2 == 0]
+    set_heads = f"model.n_heads = {_nearest(heads, args.n_heads)}" if heads else "change model.n_heads"
+    set_dim = f"model.dim = {nearest_multiple(args.dim, 2 * args.n_heads)}"
     problems = []
+
+    def add(rule: str, fixes: dict[str, str]) -> None:
+        name = next((name for name in asked if name in fixes and asked[name] is not None), next(iter(fixes)))
+        problems.append(Problem(rule, fixes[name], f"model.{name}", getattr(args, name)))
+
     if derived_head_dim and args.dim % args.n_heads:
-        rule = f"dim must be a multiple of n_heads ({args.n_heads}) if head_dim is not set"
-        fix = f"model.dim = {nearest_multiple(args.dim, args.n_heads)}, or set model.head_dim"
-        problems.append(Problem(rule, fix, "model.dim", args.dim))
+        rule = f"dim ({args.dim}) must be a multiple of n_heads ({args.n_heads}) if head_dim is not set"
+        other = "or set model.head_dim"
+        add(rule, {"dim": f"{set_dim}, {other}", "n_heads": f"{set_heads}, {other}"})
     elif args.head_dim % 2:
         rule = "head_dim (by default dim / n_heads) must be even: RoPE rotates pairs of elements"
-        fix = f"model.head_dim = {args.head_dim + 1}, or change model.dim or model.n_heads"
-        problems.append(Problem(rule, fix, "model.head_dim", args.head_dim))
+        fixes = {"head_dim": (fix := f"model.head_dim = {args.head_dim + 1}")}
+        if derived_head_dim:
+            fixes |= {"dim": f"{set_dim}, or {fix}", "n_heads": f"{set_heads}, or {fix}"}
+        add(rule, fixes)
     if args.n_heads % args.n_kv_heads:
+        rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads ({args.n_kv_heads})"
         possible = divisors(args.n_heads)
-        nearest = min(possible, key=lambda k: abs(k - args.n_kv_heads))
-        rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads"
-        fix = f"model.n_kv_heads = {nearest} (possible: {', '.join(map(str, possible))})"
-        problems.append(Problem(rule, fix, "model.n_kv_heads", args.n_kv_heads))
+        set_kv_heads = f"model.n_kv_heads = {_nearest(possible, args.n_kv_heads)}"
+        among = f"(possible: {', '.join(map(str, possible))})"
+        add(rule, {"n_kv_heads": f"{set_kv_heads} {among}", "n_heads": set_heads})
     if problems:
         raise ConfigError(problems)
+
+
+def _nearest(sizes: Iterable[int], size: int) -> int:
+    return min(sizes, key=lambda other: abs(other - size))

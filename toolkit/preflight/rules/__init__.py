@@ -93,7 +93,7 @@ ON_GPU = ("attention",)
 def load(config: Config, device: str) -> list[ModuleType]:
     """Import the files of rules that apply to ``config`` on a ``device``, "cuda" or "cpu"."""
     groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
-    changed = [group for group in groups if config.value(group)]
+    changed = [group for group in groups if config.knows(group) and config.value(group)]
     changed += [field.key for field in fields() if NAME not in field.key and _differs(config, field)]
     return [
         importlib.import_module(f"{__name__}.{file}")
@@ -103,4 +103,6 @@ def load(config: Config, device: str) -> list[ModuleType]:
 
 
 def _differs(config: Config, field: Field) -> bool:
+    if not config.knows(field.key):
+        return False
     return config.value(field.key) not in (field.default, OFF.get(field.key, field.default))

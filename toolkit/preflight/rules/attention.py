@@ -93,7 +93,7 @@ def attention_takes_precision(run: PlannedRun) -> list[Problem]:
     if run.hardware.native_bf16:
         fix = f'set training.mixed_precision_param = "bfloat16", or {fix[4:]}'
     rule = f"{choice} computes in bfloat16, while this run computes in float32"
-    return [run.problem(_chooser(run), rule, fix)]
+    return [run.problem(_chooser(run), rule, fix, "training.mixed_precision_param")]
 
 
 @rule()
@@ -111,7 +111,8 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
     if not limit:
         return []
     rule = f"{choice} needs a head_dim of {limit}, not {head_dim}"
-    return [run.problem(_chooser(run), rule, 'set model.attention = "sdpa", or change model.head_dim')]
+    fix = 'set model.attention = "sdpa", or change model.head_dim'
+    return [run.problem(_chooser(run), rule, fix, "model.head_dim", "model.n_heads", "model.dim")]
 
 
 @note

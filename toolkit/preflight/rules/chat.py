@@ -53,8 +53,8 @@ def pairs_are_compared(run: PlannedRun) -> list[Problem]:
     key = paired[0].format_key
     rule = f"rows contain a rejected answer next to the chosen one ({key}), and both would be trained on"
     columns = '{completion = "chosen"}'
-    fix = f'set it to "dpo", or {key} to "prompt_completion" with columns = {columns}'
-    return [run.problem("finetune.objective", rule, fix)]
+    fix = f'set finetune.objective to "dpo", or {key} to "prompt_completion" with columns = {columns}'
+    return [run.problem("finetune.objective", rule, fix, key)]
 
 
 @rule()

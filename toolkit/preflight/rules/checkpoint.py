@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 
 from toolkit.checkpoint.manifest import check_files, dotted, read_manifest, saved_settings, step_folder
-from toolkit.config.schema import registry
+from toolkit.config.schema import fields_by_key, registry
 from toolkit.data.batch_size import n_shards
 from toolkit.errors import CheckpointError, DataError, Problem, first_few, quote
 from toolkit.models.common.args import ModelArgs
@@ -20,6 +20,8 @@ _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "
 _FREEZING = ("trainable", "frozen", "freeze_first_layers", "freeze_last_layers")
 _SHOWN = 8
 _AS_BEFORE = "set it as in that run, or use another job.dump_folder"
+_FOUND_BY = ("checkpoint.folder", "job.dump_folder", "checkpoint.enable")
+"""Keys by which a run finds its own checkpoint if no other key selects one."""
 _SINCE_0_2 = {
     field.name: field.default
     for field in fields(ModelArgs)
@@ -35,16 +37,18 @@ def checkpoint_complete(run: PlannedRun) -> list[Problem]:
         others = ", ".join(map(str, start.steps)) or "none"
         own = f"the steps in {run.checkpoints} are: {others}; -1 selects the newest"
         if start.own:
-            return [run.problem(start.loaded_by, start.manifest_error, own)]
+            return [run.problem(start.loaded_by, start.manifest_error, own, *_FOUND_BY)]
         from toolkit.preflight.weight_folders import instead_of_checkpoint
 
         fix = instead_of_checkpoint(start.loaded)
-        return [run.problem(start.loaded_by, start.manifest_error, fix)]
+        return [run.problem(start.loaded_by, start.manifest_error, fix, *_FOUND_BY)]
     if start.manifest is None:
         return []
     broken = check_files(start.loaded, start.manifest["files"], verify=False)
     fix = f"use another checkpoint than {start.loaded}, or a copy of it"
-    return [run.problem(start.loaded_by, first_few(broken, 4), fix)] if broken else []
+    if not broken:
+        return []
+    return [run.problem(start.loaded_by, first_few(broken, 4), fix, *_FOUND_BY)]
 
 
 @rule(CheckpointError)
@@ -69,7 +73,9 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     fix = "set model.name, model.flavor and model.* as in that run, or use another job.dump_folder"
     if keys := [f"model.{CHANGEABLE[name]}" for name in differing if name in CHANGEABLE]:
         fix += f"; set {', '.join(keys)} to change it on purpose"
-    return [run.problem(start.loaded_by, f"the checkpoint {start.loaded} has {rule}", fix)]
+    rule = f"the checkpoint {start.loaded} has {rule}"
+    own = [key for name in differing if (key := f"model.{name}") in fields_by_key()]
+    return [run.problem(start.loaded_by, rule, fix, *own, "model.flavor", "model.name", *_FOUND_BY)]
 
 
 @rule(CheckpointError)
@@ -82,7 +88,7 @@ def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
     if saved == run.config.finetune.adapter:
         return []
     rule = f"the checkpoint {start.loaded} is from a run with finetune.adapter = {saved}"
-    return [run.problem("finetune.adapter", rule, _AS_BEFORE)]
+    return [run.problem("finetune.adapter", rule, _AS_BEFORE, *_FOUND_BY)]
 
 
 @rule(CheckpointError)
@@ -102,7 +108,9 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
     if not here.adds:
         fix += f", or reset its optimizer {start.anew('optimizer')}"
     return [
-        run.problem(key, f"the checkpoint {start.loaded} is from a run with {key} = {quote(value)}", fix)
+        run.problem(
+            key, f"the checkpoint {start.loaded} is from a run with {key} = {quote(value)}", fix, *_FOUND_BY
+        )
         for key, value in resume_differences(saved, here, run.model, optimizer=optimizer).items()
     ]
 
@@ -141,6 +149,7 @@ def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
             f"the checkpoint {start.loaded} contains only the model (checkpoint.last_save_model_only)",
             f"start a new run from it: another job.dump_folder and checkpoint.initial_load_path = "
             f'"{start.loaded}"',
+            *_FOUND_BY,
         )
     ]
 
@@ -160,7 +169,7 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
         return []
     rule = f"the checkpoint {start.loaded} is from a run with {key} = {saved}, whose state {name} cannot load"
     fix = f"set it as in that run, or reset it {start.anew('optimizer')}"
-    return [run.problem(key, rule, fix)]
+    return [run.problem(key, rule, fix, *_FOUND_BY)]
 
 
 @rule(DataError)
@@ -176,7 +185,8 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
             return []
         key = "checkpoint.exclude_from_loading"
         fix = f"set it to {json.dumps([*config.checkpoint.exclude_from_loading, 'dataloader'])}"
-        return [run.problem(key, f"the checkpoint {start.loaded} has no position in the data", fix)]
+        rule = f"the checkpoint {start.loaded} has no position in the data"
+        return [run.problem(key, rule, fix, start.loaded_by, *_FOUND_BY)]
     saved = {"streaming": "shards" in saved, **saved}  # only a stream's position counts shards
     keys = ("training.seq_len", "data.packing", "data.shuffle", "data.streaming", "debug.seed")
     here = {key: config.value(key) for key in keys} | {"debug.seed": config.debug.seed or 0}
@@ -184,7 +194,9 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
         run.problem(
             key,
             f"the data position of the checkpoint {start.loaded} was counted with {quote(before)}",
-            f"set it to that, or restart the data {start.anew('dataloader')}",
+            f"set {key} to that, or restart the data {start.anew('dataloader')}",
+            start.loaded_by,
+            *_FOUND_BY,
         )
         for key, now in here.items()
         if (before := saved.get(key.rpartition(".")[2], now)) != now
@@ -206,8 +218,8 @@ def stream_resumable(run: PlannedRun) -> list[Problem]:
         return []
     rule = f"splits {len(files)} files into {now} shards, but the data position of the checkpoint "
     rule += f"{start.loaded} counts {quote(shards)}"
-    fix = f"set it to {quote(before)}, as in that run, or restart the data {start.anew('dataloader')}"
-    return [run.problem(key, rule, fix)]
+    fix = f"set {key} to {quote(before)}, as in that run, or restart the data {start.anew('dataloader')}"
+    return [run.problem(key, rule, fix, "training.dataset_path", *_FOUND_BY)]
 
 
 @rule(DataError)
@@ -224,12 +236,14 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
     if before != here and "mixture of " in before + here:
         key = next((f"data.mixture.{name}.weight" for name in config.data.mixture), "training.dataset")
         before = before if before.startswith("mixture of ") else "one corpus"
-        return [run.problem(key, f"{counted} {before}, and this run has {here}", fix)] if saved else []
+        rule = f"{counted} {before}, and this run has {here}"
+        return [run.problem(key, rule, fix, "training.dataset_path", *_FOUND_BY)] if saved else []
     return [
         run.problem(
             f"data.mixture.{name}.weight",
             f"{counted} a share of {quote(saved[share], str)}, now it is {now[share]}",
             fix,
+            *_FOUND_BY,
         )
         for name in config.data.mixture
         if saved.get(share := f"{name}.share", now.get(share)) != now.get(share)
@@ -264,8 +278,9 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
             "training.global_batch_size",
             f"the checkpoint {start.loaded} was trained at data-parallel degree {dp}, this run has "
             f"{run.mesh.dp}, and -1 would change the batch",
-            f"set it to {saved.get('global_batch_size')}, the batch so far, or restart the data "
-            f"{start.anew('dataloader')}",
+            f"set training.global_batch_size to {saved.get('global_batch_size')}, the batch so far, or "
+            f"restart the data {start.anew('dataloader')}",
+            *_FOUND_BY,
         )
     ]
 

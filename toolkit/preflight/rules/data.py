@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.schema import find_field
+from toolkit.config.types import UnknownValue
 from toolkit.data.build import corpora
 from toolkit.data.cache_folder import local_cache
 from toolkit.data.content_hash import too_large, unread
@@ -33,39 +36,62 @@ _DATA_KEYS = (
     "finetune.classification",
 )
 _RUN_FILES = ("metrics.jsonl", "heartbeat.json", "forecast.json", "run.lock")
+_FolderOf = Callable[[PlannedRun, Any], str | None]
 _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
 
 @rule()
 def folders_writable(run: PlannedRun) -> list[Problem]:
     """Check that the run can create the folders that it writes to."""
-    config = run.config
-    folders = {"job.dump_folder": config.job.dump_folder}
-    cache = local_cache(config.data.cache_folder)
-    if not (cache / "tokens").is_dir():  # else it may already have all tokens
-        folders["data.cache_folder"] = str(cache)
-    if config.checkpoint.enable and isinstance(run.checkpoints, Path):
-        folders["checkpoint.folder"] = str(run.checkpoints)
-    for key, is_made in {
-        "metrics.save_tb_folder": config.metrics.enable_tensorboard,
-        "profiling.save_traces_folder": config.profiling.enable_profiling,
-        "profiling.save_memory_snapshot_folder": config.profiling.enable_memory_snapshot,
-        "comm.save_traces_folder": run.world_size > 1,
-    }.items():
-        if is_made:
-            folders[key] = str(expand_user(config.value(key), inside=run.dump_folder))
-    for key in ("metrics.prometheus_file", "job.save_config_file"):
-        if file := config.value(key):
-            folders[key] = str(expand_user(file, inside=run.dump_folder).parent)
-    if config.compile.enable and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # which overrides it
-        folders["compile.cache_folder"] = config.compile.cache_folder
     problems: dict[Path, Problem] = {}
-    for key, folder in folders.items():
-        rule, fix = _unusable(folder)
-        path = expand_user(folder).absolute()
-        if rule and problems.keys().isdisjoint([path, *path.parents]):  # an outer folder is already reported
-            problems[path] = run.problem(key, rule, fix)
+    for key, folder_of in _FOLDERS.items():
+        with suppress(UnknownValue):  # the others are still checked
+            if (folder := folder_of(run, run.config.value(key))) is None:
+                continue
+            rule, fix = _unusable(folder)
+            path = expand_user(folder).absolute()
+            if rule and problems.keys().isdisjoint([path, *path.parents]):  # an outer folder is reported
+                problems[path] = run.problem(key, rule, fix)
     return list(problems.values())
+
+
+def _cache(run: PlannedRun, folder: str) -> str | None:
+    cache = local_cache(folder)
+    return None if (cache / "tokens").is_dir() else str(cache)  # which may already have all tokens
+
+
+def _checkpoints(run: PlannedRun, folder: str) -> str | None:
+    local = run.config.checkpoint.enable and isinstance(run.checkpoints, Path)
+    return str(run.checkpoints) if local else None
+
+
+def _compiled(run: PlannedRun, folder: str) -> str | None:
+    overridden = "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    return folder if run.config.compile.enable and not overridden else None
+
+
+def _inside(is_made: Callable[[PlannedRun], bool]) -> _FolderOf:
+    """Give a folder inside the dump folder, if the run makes it."""
+    return lambda run, name: str(expand_user(name, inside=run.dump_folder)) if is_made(run) else None
+
+
+def _folder_of_file(run: PlannedRun, file: str | None) -> str | None:
+    return str(expand_user(file, inside=run.dump_folder).parent) if file else None
+
+
+_FOLDERS: dict[str, _FolderOf] = {
+    "job.dump_folder": lambda run, folder: folder,
+    "data.cache_folder": _cache,
+    "checkpoint.folder": _checkpoints,
+    "metrics.save_tb_folder": _inside(lambda run: run.config.metrics.enable_tensorboard),
+    "profiling.save_traces_folder": _inside(lambda run: run.config.profiling.enable_profiling),
+    "profiling.save_memory_snapshot_folder": _inside(lambda run: run.config.profiling.enable_memory_snapshot),
+    "comm.save_traces_folder": _inside(lambda run: run.world_size > 1),
+    "metrics.prometheus_file": _folder_of_file,
+    "job.save_config_file": _folder_of_file,
+    "compile.cache_folder": _compiled,
+}
+"""Keys of folders → the folder for a run and the key's value, None if the run does not write to it."""
 
 
 @rule()
@@ -101,9 +127,13 @@ def _unusable(folder: str) -> tuple[str, str]:
 @rule(DataError)
 def corpus_readable(run: PlannedRun) -> list[Problem]:
     """Check that each corpus exists and has the needed columns."""
+    try:
+        of_run = corpora(run.config)
+    except UnknownValue:
+        return _missing(run)
     problems = []
-    for corpus in corpora(run.config):
-        opened = run.opened[corpus.table]
+    for corpus in of_run:
+        opened, chosen_by = run.opened[corpus.table], _chosen_by(corpus.table)
         found = problem_of(opened, corpus.dataset_path) if isinstance(opened, DataError) else None
         if found and corpus.dataset_path is None and corpus.dataset in EMBEDDED:
             fix = f"set {corpus.table}.dataset_path: the included {corpus.dataset} is plain text"
@@ -112,17 +142,51 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
             fix = found.fix.replace("data.text_column", corpus.column_key)
             if corpus.table.startswith("data.mixture.") and corpus.column_key == "data.text_column":
                 fix = f"set {corpus.table}.text_column, or {fix.removeprefix('set ')}"
-            problems.append(run.problem(corpus.column_key, found.rule, fix))
+            problems.append(run.problem(corpus.column_key, found.rule, fix, *chosen_by))
         elif found and found.key == "columns":
             fix = found.fix.replace("data.columns", corpus.columns_key)
             fix = fix.replace("data.format", corpus.format_key)
-            problems.append(run.problem(corpus.format_key, found.rule, fix))
+            problems.append(run.problem(corpus.format_key, found.rule, fix, *chosen_by))
         elif found and found.key == "label_column":
             key = "finetune.classification.label_column"
-            problems.append(run.problem(key, found.rule, found.fix))
+            problems.append(run.problem(key, found.rule, found.fix, *chosen_by))
         elif found:
-            problems.append(run.problem(f"{corpus.table}.{found.key}", found.rule, found.fix))
+            key = f"{corpus.table}.{found.key}"
+            problems.append(run.problem(key, found.rule, found.fix, *chosen_by))
     return list(dict.fromkeys(problems))
+
+
+def _missing(run: PlannedRun) -> list[Problem]:
+    """Check only that corpora exist, if it is not known how to read them."""
+    problems = []
+    for table in ("training", "validation"):
+        with suppress(UnknownValue):
+            options = run.config.value(table)
+            if not options.enable if table == "validation" else run.config.data.mixture:
+                continue
+            if options.dataset_path is None:
+                found = check_name(options.dataset)
+            else:
+                found = _not_found(options.dataset_path, options.dataset_split)
+            if found:
+                key = f"{table}.{found.key}"
+                problems.append(run.problem(key, found.rule, found.fix, *_chosen_by(table)))
+    return problems
+
+
+def _not_found(path: str, split: str) -> Problem | None:
+    from toolkit.data.find_files import find
+
+    try:
+        find(path, split=split)
+    except DataError as error:
+        return problem_of(error, path)
+    return None
+
+
+def _chosen_by(table: str) -> tuple[str, str]:
+    """Return the keys that choose the corpus of a table."""
+    return f"{table}.dataset_path", f"{table}.dataset"
 
 
 @rule(DataError)
@@ -171,9 +235,13 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     limit = config.data.max_inline_gb * 1e9
     root = local_cache(config.data.cache_folder)
     cached = [table for table in run.opened if table != "training" or not config.data.streaming]
-    largest = max((_unread_bytes(run.opened[table], root) for table in cached), default=0)
-    problem = too_large(largest, limit, shlex.join(_flags(config)))
-    return [run.problem("data.max_inline_gb", problem.rule, problem.fix)] if problem else []
+    sizes = {table: _unread_bytes(run.opened[table], root) for table in cached}
+    largest = max(sizes, key=sizes.__getitem__, default="training")
+    size = sizes.get(largest, 0)
+    problem = too_large(size, limit, shlex.join(_flags(config)) if size > limit else "")
+    if problem is None:
+        return []
+    return [run.problem("data.max_inline_gb", problem.rule, problem.fix, *_chosen_by(largest))]
 
 
 def _unread_bytes(source: Corpus | DataError, root: Path) -> int:

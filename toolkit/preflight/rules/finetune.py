@@ -54,7 +54,9 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
         _outside_blocks(run, pattern, weight)
         if (weight := outside_blocks(args, pattern))
         else run.problem(
-            _TARGETS, f'"{pattern}" is not a linear layer', did_you_mean(pattern, names, "use one")
+            _TARGETS,
+            f'"{pattern}" is not a linear layer',
+            did_you_mean(pattern, names, f"use some of {', '.join(names)}"),
         )
         for pattern in idle_targets(args, patterns)
     ]
@@ -85,7 +87,8 @@ def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
     if least is None or rank <= (smallest := sides[least]):
         return []
     rule = f"the smallest dimension of {least}.weight is {smallest}: a larger rank has no benefit"
-    return [run.problem("finetune.lora.rank", rule, f"set it to at most {smallest}; 8 to 64 is common")]
+    fix = f"set finetune.lora.rank to at most {smallest}; 8 to 64 is common"
+    return [run.problem("finetune.lora.rank", rule, fix, _TARGETS, "finetune.adapter")]
 
 
 @rule()
@@ -192,7 +195,8 @@ def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
     trained = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
     keys = {corpus.format_key for corpus in trained if corpus.format != PREFERENCE}
     rule = "DPO needs rows with two answers to one prompt"
-    problems = [run.problem(key, rule, f'set it to "{PREFERENCE}"') for key in sorted(keys)]
+    objective = "finetune.objective"
+    problems = [run.problem(key, rule, f'set {key} to "{PREFERENCE}"', objective) for key in sorted(keys)]
     if not run.config.data.document_mask:
         rule = "an answer must not attend to the one that it is compared with"
         problems.append(run.problem("data.document_mask", rule, "set it to true"))

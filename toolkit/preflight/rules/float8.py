@@ -19,6 +19,13 @@ _GATHER = f"{_TABLE}.enable_fsdp_float8_all_gather"
 _CAPABILITY = 8.9
 """Lowest compute capability with float8 matmuls."""
 _PRECOMPUTE = f"{_TABLE}.precompute_float8_dynamic_scale_for_fsdp"
+_TOKENS = (
+    "parallelism.context_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size",
+    "training.local_batch_size",
+    "training.global_batch_size",
+)
+"""Keys that with training.seq_len give the tokens of a micro-batch."""
 _AUTO = "auto_filter_small_kn"
 
 
@@ -67,7 +74,8 @@ def float8_sizes(run: PlannedRun) -> list[Problem]:
     tokens = samples * run.config.training.seq_len // options.context_parallel_degree
     if tokens % MULTIPLE and run.config.quantize.linear.float8.recipe_name != "rowwise_with_gw_hp":
         rule = f"gives micro-batches of {tokens:,} tokens, not a multiple of {unit}"
-        problems.append(run.problem("training.seq_len", rule, f"use a multiple of {MULTIPLE}"))
+        key, fix = "training.seq_len", f"use a training.seq_len of a multiple of {MULTIPLE}"
+        problems.append(run.problem(key, rule, fix, *_TOKENS, _CONVERTERS))
     return problems
 
 
@@ -95,7 +103,7 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
             return [run.problem(_FILTER, f'"{part}" matches no module', fix)]
     if not float8_layers(run.model, options):
         rule = f"leaves no layer in float8, which needs sizes that are multiples of {MULTIPLE}"
-        return [run.problem(_FILTER, rule, f"shorten it, or remove {_CONVERTERS}")]
+        return [run.problem(_FILTER, rule, f"shorten it, or remove {_CONVERTERS}", _CONVERTERS)]
     return []
 
 

@@ -14,6 +14,7 @@ _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _SHARD = "parallelism.data_parallel_shard_degree"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _STRATEGY = "parallelism.sharding_strategy"
+_POLICY = "parallelism.fsdp_wrap_policy"
 _CLASSES = "parallelism.fsdp_wrap_classes"
 _MIN_PARAMS = "parallelism.fsdp_min_num_params"
 
@@ -157,7 +158,8 @@ def compiled_blocks_are_whole(run: PlannedRun) -> list[Problem]:
         smallest = _smallest_whole_block(run.model)
         if options.fsdp_min_num_params < smallest:
             rule = "creates units inside blocks, which are compiled as one graph"
-            return [run.problem(_MIN_PARAMS, rule, f"set it to at least {smallest}, or {fix}")]
+            fix = f"set {_MIN_PARAMS} to at least {smallest}, or {fix}"
+            return [run.problem(_MIN_PARAMS, rule, fix, _POLICY, "compile.enable")]
     return []
 
 

@@ -113,6 +113,7 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
                 "install g++, or set CXX to another compiler"
                 f"{' (clang++ is installed)' if shutil.which('clang++') else ''}; "
                 f'{key} = "aot_eager" needs none but is no faster than eager',
+                "compile.enable",
             )
         ]
     return []
@@ -142,5 +143,6 @@ def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
     if version is None or not exact or run.hardware.device != "cpu":
         return []
     rule = f"inductor compiles attention in float64 on a CPU from torch 2.13 on; this is {version}"
-    fix = 'set it to "aot_eager", set training.mixed_precision_param = "float32", or install torch 2.13'
-    return [run.problem("compile.backend", rule, fix)]
+    precision = "training.mixed_precision_param"
+    fix = f'set compile.backend = "aot_eager" or {precision} = "float32", or install torch 2.13'
+    return [run.problem("compile.backend", rule, fix, precision)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+from toolkit.config.types import UnknownValue
 from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.parallel.dims import DEGREES, ParallelDims
 from toolkit.parallel.elastic_mesh import parse_mesh
@@ -12,6 +13,9 @@ from toolkit.preflight.planned_run import PlannedRun, rule
 
 _SHOWN = 6
 _MESHES = "parallelism.elastic_meshes"
+_BATCH = "training.global_batch_size"
+_BLAMED = ("dp_shard", "dp_replicate", "cp", "tp", "pp")
+"""Degrees of a mesh that does not fit: splitting the model is what makes it fit in memory."""
 
 
 @rule()
@@ -28,26 +32,44 @@ def world_fills_mesh(run: PlannedRun) -> list[Problem]:
     else:
         rule = f"{product_text} = {fixed} is not the world size {run.world_size}"
         start = f"start {fixed} processes"
-    fitting = "; ".join(str(mesh) for mesh in _fitting(asked, run.world_size)[:_SHOWN])
-    return [run.problem(DEGREES["dp_shard"], rule, f"{start}, or for {run.world_size} use one of: {fitting}")]
+    fitting = "; ".join(str(mesh) for mesh in _fitting(asked, run.world_size, _heads(run))[:_SHOWN])
+    fix = f"{start}, or for {run.world_size} use one of: {fitting}"
+    wrong = [name for name in _BLAMED if run.world_size % asked[name]]
+    return [run.problem(run.blame(*(DEGREES[name] for name in wrong or _BLAMED)), rule, fix)]
 
 
-def _fitting(asked: dict[str, int], world_size: int) -> list[ParallelDims]:
-    """Return meshes of ``world_size`` that use only the techniques of ``asked``, most similar first."""
+def _heads(run: PlannedRun) -> int:
+    """Return what a tensor-parallel degree must divide; 0 if the model is unknown."""
+    try:
+        return math.gcd(run.model.n_heads, run.model.n_kv_heads) if run.model else 0
+    except UnknownValue:
+        return 0
+
+
+def _fitting(asked: dict[str, int], world_size: int, heads: int) -> list[ParallelDims]:
+    """Return meshes of ``world_size`` that use only the techniques of ``asked``, most similar first.
+
+    Degrees that divide the world size are kept if some mesh has them all.
+    """
+    possible = divisors(world_size)
+    near = {
+        name: [size for size in possible if size == 1 or asked[name] / 2 <= size <= asked[name] * 2 > 2]
+        for name in ("pp", "dp_replicate", "cp", "tp")
+    }
     meshes = [
         ParallelDims(pp, dp_replicate, world_size // (pp * dp_replicate * cp * tp), cp, tp)
-        for pp, cp, tp in product(divisors(asked["pp"]), divisors(asked["cp"]), divisors(asked["tp"]))
-        if world_size % (pp * cp * tp) == 0
-        for dp_replicate in divisors(world_size // (pp * cp * tp))
+        for pp, dp_replicate, cp, tp in product(*near.values())
+        if world_size % (pp * dp_replicate * cp * tp) == 0 and heads % tp == 0
     ]
-    # Splitting the model is what makes it fit in memory, so those degrees are changed last.
     weights = {"pp": 4, "cp": 4, "tp": 4, "dp_replicate": 2, "dp_shard": 1}
 
     def distance(degrees: ParallelDims) -> float:
-        kept = [name for name, size in asked.items() if size != -1]
-        return sum(weights[name] * abs(math.log(getattr(degrees, name) / asked[name])) for name in kept)
+        sizes = {name: size for name, size in asked.items() if size != -1}
+        return sum(weights[name] * abs(math.log(getattr(degrees, name) / sizes[name])) for name in sizes)
 
-    return sorted(meshes, key=distance)
+    kept = [name for name, size in asked.items() if size > 1 and world_size % size == 0]
+    keeping = [mesh for mesh in meshes if all(getattr(mesh, name) == asked[name] for name in kept)]
+    return sorted(keeping or meshes, key=distance)
 
 
 @rule()
@@ -56,11 +78,10 @@ def batch_divides(run: PlannedRun) -> list[Problem]:
     if run.mesh is None or run.batch:
         return []
     size, dp = run.config.training.global_batch_size, run.mesh.dp
-    fitting = join_or(degree for degree in divisors(size) if degree <= run.world_size)
-    fix = f"set it to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
-    return [
-        run.problem("training.global_batch_size", f"must be a multiple of the data-parallel degree {dp}", fix)
-    ]
+    fitting = join_or(divisors(math.gcd(size, run.world_size)))
+    fix = f"set {_BATCH} to {nearest_multiple(size, dp)}, or use a data-parallel degree of {fitting}"
+    rule = f"must be a multiple of the data-parallel degree {dp}"
+    return [run.problem(_BATCH, rule, fix, *(DEGREES[name] for name in _BLAMED))]
 
 
 @rule()

@@ -23,6 +23,8 @@ def profiler_fits(run: PlannedRun) -> list[Problem]:
             "profiling.profile_freq",
             f"a trace takes profiler_warmup + profiler_active = {needed} steps",
             f"set profile_freq to at least {needed}, or lower profiler_warmup or profiler_active",
+            "profiling.profiler_active",
+            "profiling.profiler_warmup",
         )
     ]
 

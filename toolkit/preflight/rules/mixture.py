@@ -68,11 +68,13 @@ def mixture_weights_fit(run: PlannedRun) -> list[Problem]:
 
     weights = {name: part.weight for name, part in mixture.items()}
     least = sum(weights.values()) / BLOCK
+    largest = _key(max(weights, key=weights.__getitem__), "weight")
     return [
         run.problem(
             _key(name, "weight"),
             f"is less than 1 / {BLOCK:,} of all weights: no sample would be drawn from it",
-            f"set it to at least {least:.4g}, or remove this corpus",
+            f"set {_key(name, 'weight')} to at least {least:.4g}, or remove this corpus",
+            largest,
         )
         for name, share in shares(weights).items()
         if share < 1
@@ -94,6 +96,7 @@ def mixture_parts_differ(run: PlannedRun) -> list[Problem]:
             f"[data.mixture.{first}] has the same text",
             f"remove one of the two and give the other the sum of their weights, or make {first} and {name} "
             "differ in dataset, dataset_path, dataset_subset, dataset_split or text_column",
+            _key(name, "weight"),
         )
         for first, *others in names.values()
         for name in others

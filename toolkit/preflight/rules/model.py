@@ -81,13 +81,17 @@ def vocabulary_fits(run: PlannedRun) -> list[Problem]:
     """Check that the embedding has a row for each token."""
     if run.model is None or run.vocabulary is None or run.vocabulary <= run.model.vocab_size:
         return []
-    key = "model.vocab_size" if run.config.model.vocab_size else architecture_key(run.config)
+    model, added = run.config.model, "model.additional_special_tokens"
+    tokenizer = "model.tokenizer_path" if model.tokenizer_path else "model.hf_assets_path"
     return [
         run.problem(
-            key,
+            "model.vocab_size" if model.vocab_size else architecture_key(run.config),
             f"the tokenizer in {run.tokenizer_path} has {run.vocabulary} tokens, the model "
             f"({run.model_label}) {run.model.vocab_size}",
-            f"set model.vocab_size = {run.vocabulary}, or model.hf_assets_path to this model's tokenizer",
+            f"set model.vocab_size = {run.vocabulary}, or {tokenizer} to this model's tokenizer",
+            "model.name",
+            tokenizer,
+            added,
         )
     ]
 
@@ -103,7 +107,10 @@ def sequence_fits_model(run: PlannedRun) -> list[Problem]:
         run.problem(
             key,
             f"{run.model_label} supports at most {limit} tokens",
-            f"set it to at most {limit}, or raise model.max_seq_len",
+            f"set {key} to at most {limit}, or raise model.max_seq_len",
+            "model.max_seq_len",
+            architecture_key(run.config),
+            "model.name",
         )
         for key in keys
         if run.config.value(key) > limit

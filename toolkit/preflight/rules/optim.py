@@ -49,15 +49,17 @@ def early_step_alone(run: PlannedRun) -> list[Problem]:
     problems = []
     if training.max_norm != float("inf"):
         rule = f"{_EARLY} updates each parameter before the global gradient norm is known, so it cannot clip"
-        problems.append(run.problem("training.max_norm", rule, f"set training.max_norm = inf, {without}"))
+        fix = f"set training.max_norm = inf, {without}"
+        problems.append(run.problem("training.max_norm", rule, fix, _EARLY))
     if run.batch and run.mesh and run.batch.accumulation > 1:
         total, local, count, dp = run.batch.total, run.batch.local, run.batch.accumulation, run.mesh.dp
         rule = (
             f"{total} samples = {dp} data-parallel × {local} local × {count} accumulated, but {_EARLY} "
             "updates in every backward: a step can only be one micro-batch"
         )
-        fix = f"set it to {local * dp}, raise training.local_batch_size to {local * count}, {without}"
-        problems.append(run.problem("training.global_batch_size", rule, fix))
+        key = "training.global_batch_size"
+        fix = f"set {key} to {local * dp}, raise training.local_batch_size to {local * count}, {without}"
+        problems.append(run.problem(key, rule, fix))
     if training.enable_cpu_offload:
         rule = (
             f"gradients of an offloaded model are in CPU memory anyway; {_EARLY} would free none on the "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from toolkit.config.schema import Field, fields_by_key
-from toolkit.config.types import Needs, OnlyWith, UnsupportedValues
+from toolkit.config.types import Needs, OnlyWith, UnknownValue, UnsupportedValues
 from toolkit.config.values import format_toml
 from toolkit.errors import Problem, join_or
 from toolkit.launcher.environment import node_range
@@ -85,15 +86,21 @@ def options_act(run: PlannedRun) -> list[Problem]:
     """Check that keys which ask for something are read; others are only noted."""
     problems = []
     for field in _set(run):
-        default = f"{field.name} = {format_toml(field.default)}, the default"
-        lacking = _lacking(run, field)
-        if mark := next((mark for mark in lacking if mark.rejected), None):
-            rule = f"has no effect with {mark.switch} = {format_toml(run.config.value(mark.switch))}"
-            problems.append(run.problem(field.key, rule, f"{_turned_on(run, mark)}, or {default}"))
-        elif not lacking and (need := _needed(run, field)) and need.rejected:
-            fix = f"remove it, or set {default}"
-            problems.append(run.problem(field.key, f"has no effect without {need.what}", fix))
+        with suppress(UnknownValue):  # the others are still checked
+            problems += _idle(run, field)
     return problems
+
+
+def _idle(run: PlannedRun, field: Field) -> list[Problem]:
+    default = f"{field.name} = {format_toml(field.default)}, the default"
+    lacking = _lacking(run, field)
+    if mark := next((mark for mark in lacking if mark.rejected), None):
+        rule = f"has no effect with {mark.switch} = {format_toml(run.config.value(mark.switch))}"
+        return [run.problem(field.key, rule, f"{_turned_on(run, mark)}, or {default}")]
+    if not lacking and (need := _needed(run, field)) and need.rejected:
+        fix = f"remove it, or set {default}"
+        return [run.problem(field.key, f"has no effect without {need.what}", fix)]
+    return []
 
 
 @note

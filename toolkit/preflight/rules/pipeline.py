@@ -153,7 +153,10 @@ def schedule_takes_micro_batches(run: PlannedRun) -> list[Problem]:
         enough = [rounds * run.pp, (rounds + 1) * run.pp]
     freer = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
     other = freer.get(options.pipeline_parallel_schedule, "LoopedBFS")
-    return [run.problem(_SCHEDULE, rule, f'set {_batch_for(run, enough)}, or {_SCHEDULE} to "{other}"')]
+    fix = f'set {_batch_for(run, enough)}, or {_SCHEDULE} to "{other}"'
+    return [
+        run.problem(_SCHEDULE, rule, fix, "training.global_batch_size", "training.local_batch_size", _DEGREE)
+    ]
 
 
 def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
@@ -198,8 +201,8 @@ def split_backward_computes_again(run: PlannedRun) -> list[Problem]:
     )
     whole = _whole(run.config.parallelism.pipeline_parallel_schedule_csv)
     compiled = "" if torch_before((2, 13)) else "set compile.enable = true, "
-    fix = f'set it to "1", {compiled}or {whole}'
-    return [run.problem(_CHECKPOINT, rule, fix)]
+    fix = f'set {_CHECKPOINT} = "1", {compiled}or {whole}'
+    return [run.problem(_CHECKPOINT, rule, fix, "activation_checkpoint.mode", _FILE, _SCHEDULE)]
 
 
 @rule()

@@ -14,7 +14,7 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
     if not config.data.streaming:
         return []
     wrong = {
-        "data.mixture": (bool(config.data.mixture), "a mixture needs the lengths of its corpora"),
+        "data.streaming": (bool(config.data.mixture), "a mixture needs the lengths of its corpora"),
         "data.packing": (not config.data.packing, "a stream packs documents end to end"),
         "training.epochs": (bool(config.training.epochs), "its samples are not counted; set training.steps"),
         "lr_scheduler.decay_type": (

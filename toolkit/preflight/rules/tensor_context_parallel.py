@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from toolkit.config.schema import DEFAULT
 from toolkit.errors import Problem, divisors, join_or, nearest_multiple
 from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import uses_ring
@@ -25,18 +26,17 @@ def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
     tp, model = run.config.parallelism.tensor_parallel_degree, run.model
     if model is None or tp == 1:
         return []
-    problems = []
-    for name in ("n_heads", "n_kv_heads"):
-        if getattr(model, name) % tp:
-            fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads))
-            fix = f"tensor_parallel_degree can be {join_or(fitting)}"
-            problems.append(run.problem(_TP, f"must divide {name}, which is {getattr(model, name)}", fix))
-    for name in ("vocab_size", "ffn_dim"):
-        size = getattr(model, name)
-        if size % tp:
-            fix = f"the nearest size that fits is model.{name} = {_nearest_size(name, size, tp)}"
-            problems.append(run.problem(_TP, f"must divide {name}, which is {size}", fix))
-    return problems
+    sizes = {name: getattr(model, name) for name in ("n_heads", "n_kv_heads", "vocab_size", "ffn_dim")}
+    broken = {name: size for name, size in sizes.items() if size % tp}
+    if not broken:
+        return []
+    rule = f"must divide {', and '.join(f'{name}, which is {size}' for name, size in broken.items())}"
+    fitting = divisors(math.gcd(model.n_heads, model.n_kv_heads, *broken.values()))
+    fix = f"set {_TP} to {join_or(fitting)}"
+    if broken.keys() <= {"vocab_size", "ffn_dim"}:
+        nearest = [f"model.{name} = {_nearest_size(name, size, tp)}" for name, size in broken.items()]
+        fix += f"; the nearest size that fits {tp} is {' and '.join(nearest)}"
+    return [run.problem(_TP, rule, fix, *(f"model.{name}" for name in broken))]
 
 
 def _nearest_size(name: str, size: int, tp: int) -> int:
@@ -81,9 +81,14 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
         if length % unit == 0:
             continue
         rule = f"must be a multiple of {' × '.join(parts)}{f', that is {unit}' if len(parts) > 1 else ''}"
-        fix = f"the nearest is {nearest_multiple(length, unit)}"
-        less = [degree for degree in divisors(cp)[1:-1] if length % (unit // cp * degree) == 0]
-        problems.append(run.problem(key, rule, f"{fix}, or set {_CP} to {less[-1]}" if less else fix))
+        nearest = f"{key} to {nearest_multiple(length, unit)}"
+        less = [size for size in divisors(cp)[:-1] if length % (unit // cp * size if size > 1 else tp) == 0]
+        fixes = [f"{_CP} to {size}" for size in less[-1:]]
+        if length % tp:
+            fixes.append(f"{_TP} to {math.gcd(length, tp)}")
+        if run.config.origin(key) != DEFAULT or not fixes:
+            fixes.insert(0 if run.blame(key, _CP, _TP) == key else len(fixes), nearest)
+        problems.append(run.problem(key, rule, f"set {join_or(fixes)}", _CP, _TP))
     return problems
 
 

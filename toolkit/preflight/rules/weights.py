@@ -25,6 +25,7 @@ from toolkit.weights.safetensors_header import model_entries
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = 4
+_IN_HF = "checkpoint.initial_load_in_hf"
 
 
 @rule()
@@ -151,7 +152,7 @@ def weights_match_model(run: PlannedRun) -> list[Problem]:
             f"--vocab-size {run.model.vocab_size}"
         )
     rule = f"the model of the weights, {start.weights / CONFIG}, has {differences}"
-    return [run.problem(_weights_key(run), rule, fix)]
+    return [run.problem(_weights_key(run), rule, fix, *named, _IN_HF)]
 
 
 def _makes_room(run: PlannedRun, theirs: ModelArgs) -> bool:
@@ -171,7 +172,7 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
         return []  # only rank 0's node may have it; a missing tokenizer folder is reported by another rule
     wrong = instead_of_hugging_face(start.weights, run.config.value(key))
     if wrong:
-        return [run.problem(key, *wrong)]
+        return [run.problem(key, *wrong, _IN_HF)]
     otherwise = f"{name_readable()} (docs/weights.md lists supported models), or correct the file"
     try:
         theirs = read_hf_config(start.weights)
@@ -179,7 +180,7 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
         entries, _ = model_entries(start.weights, theirs)
     except DataError as error:
         rule, _, fix = str(error).partition("\n  fix:  ")
-        return [run.problem(key, rule, fix or otherwise)]
+        return [run.problem(key, rule, fix or otherwise, _IN_HF)]
     rows = table(theirs)
     shapes = {name: entry.shape for name, entry in entries.items()}
     expected = {row.hf: row.shape for row in rows.values()}
@@ -188,7 +189,7 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     if not (differences := "; ".join(_differences(shapes, expected))):
         return []
     rule = f"the files in {start.weights} do not match the model in its {CONFIG}: {differences}"
-    return [run.problem(key, rule, "use files and config.json of the same model")]
+    return [run.problem(key, rule, "use files and config.json of the same model", _IN_HF)]
 
 
 @rule()
@@ -207,9 +208,9 @@ def tokenizer_matches_weights(run: PlannedRun) -> list[Problem]:
     rule = (
         f"the tokenizer has {run.vocabulary} tokens, but that of the weights in {start.weights} has {theirs}"
     )
-    local = isinstance(start.weights, Path)
-    fix = f'set it to "{start.weights}"' if local else "download that tokenizer, and use its folder"
-    return [run.problem(_tokenizer_key(run), rule, fix)]
+    local, key = isinstance(start.weights, Path), _tokenizer_key(run)
+    fix = f'set {key} to "{start.weights}"' if local else "download that tokenizer, and use its folder"
+    return [run.problem(key, rule, fix, _weights_key(run), _IN_HF)]
 
 
 def _weights_key(run: PlannedRun) -> str:
