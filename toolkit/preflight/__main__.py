@@ -22,8 +22,6 @@ def main(argv: Sequence[str]) -> int:
     words = [*argv]
     try:
         world_size, words = _world_size(argv)
-        if words and not words[0].startswith("-"):
-            words = ["--job.config_file", *words]
 
         def check(config: Config) -> tuple[int, Hardware]:
             hardware = preflight.hardware_of(config)
