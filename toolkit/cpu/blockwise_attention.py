@@ -1,19 +1,19 @@
-"""Attention on CPUs as plain batched products, a block of queries at a time with just the keys that it sees.
+"""Attention on CPUs by batched matmuls: a block of queries at a time, with only the keys that it attends to.
 
-torch's own kernel for CPUs computes far below the rate of its matmul, which these products are (`python -m
-benchmarks.attention` times the two). A block's scores, for as many heads as a cache has room for, are made,
-normalized and used before those of the next. What causality hides is computed within a block's own columns
-alone, and a block begins with the first column that its first query sees, of its document and its window;
-short rows go through the products together. Backward has queries, keys and values alone kept for it and makes
-the scores again, as flash attention does (Dao et al. 2022, arXiv:2205.14135). Where a processor multiplies
-bfloat16 by tiles (AMX), torch's kernel is faster forward, of whole rows, and is taken for that.
+torch's attention kernel for CPUs is far slower than its matmul (`python -m benchmarks.attention` times both).
+The scores of a block, for as many heads as fit into a cache, are computed, normalized and used before those
+of the next block. Masked scores are computed only within a block's own columns, and a block begins with the
+first column of its first query's document and window. Short rows share one matmul. Backward saves only
+queries, keys and values, and recomputes the scores, as flash attention does (Dao et al. 2022,
+arXiv:2205.14135). On processors with AMX, torch's kernel is faster in forward on entire rows, and used there.
 
-Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Products add
-up in fp32 or fp64, and over blocks so do the gradients of keys and values.
+Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Matmuls
+accumulate in fp32 or fp64, and so do the gradients of keys and values over blocks.
 
-Shapes: B rows, R of them at once, Q queries, S keys, of which the last Q are the queries' own, H heads, K
-key/value heads, G = H / K, E head dim; a block has N pairs of row and key head, for its own Q queries M = G·Q
-rows of scores, and W keys, of which the last Q are the queries' own; some queries see the first L no more.
+Shapes: B rows, R of them at once; Q queries; S keys, the last Q of which belong to the queries; H heads, K
+key/value heads, G = H / K; E head dim. A block has N pairs of row and key head, Q queries of its own,
+M = G·Q rows of scores, and W keys, the last Q of which belong to its queries. L is the number of its first
+keys that some of its queries no longer attend to.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch import Tensor
 from toolkit.compat import softmax_backward
 
 _QUERY_BYTES = 256
-"""Queries of a block times the bytes of a number: 128 in bfloat16, 64 in fp32. Fewer waste less on what
-causality hides, more make wider products, which gain most in bfloat16."""
+"""Queries of a block times the bytes of an element: 128 queries in bfloat16, 64 in fp32. Smaller blocks
+compute fewer masked scores; larger ones have wider matmuls, which are faster, most of all in bfloat16."""
 _SCORE_BYTES = 1 << 21
-"""Bytes of scores that are there at once, a thread."""
+"""Bytes of scores in memory at once, per thread."""
 
 
 @cache

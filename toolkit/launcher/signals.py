@@ -52,8 +52,8 @@ class StopRequest:
     """Notes the first signal, or that ``deadline`` is near, and lets the step in progress end.
 
     A rank may be signalled alone, so this is only this rank's wish: the ranks agree on it inside a step
-    (see `toolkit.train_step`). Schedulers and launchers repeat themselves, so a further signal changes
-    nothing, save a SIGINT seconds later: that is a person at a keyboard who does not want to wait.
+    (see `toolkit.train_step`). Schedulers and launchers send a signal several times, so repeats are
+    ignored, except a SIGINT some seconds later: it comes from a user who does not want to wait.
     """
 
     def __init__(self, deadline: Deadline) -> None:
