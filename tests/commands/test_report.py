@@ -41,15 +41,15 @@ def test_a_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for rank, seconds in enumerate((0.2, 0.6)):
         write_rank(run, rank, seconds)
     (run / "metrics.rank-1.previous.jsonl").write_text("{}")
-    (run / "config.toml").write_text('[job]\ndescription = "a & b"\n')
+    (run / "config.toml").write_text('[job]\ndescription = "a & b"\n[training]\nsteps = 600\n')
     (run / "heartbeat.json").write_text(json.dumps({"time": 1.0, "step": 30, "state": "finished"}))
     assert report.main([str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     page = (run / "report.html").read_text()
-    assert page.count("<svg") == 3 and page.count("<h1>") == 1
+    assert page.count("<svg") == 10 and page.count("<h1>") == 1
     assert not re.search(r"(src|href)=\"(?!#)", page) and "<script" not in page
     assert "it began in &lt;layers.1&gt; on rank 1" in page and "a &amp; b" in page
-    assert "step 30: loss 0.3000 (at first 9.0000), 1,920 tokens, 100 tokens/s on average" in page
+    assert "step 30 of 600: loss 0.3000 (at first 9.0000), 1,920 tokens, 100 tokens/s on average" in page
     assert "heartbeat: finished at step 30" in page and "validation loss 0.5000" in page
 
 
@@ -67,10 +67,11 @@ def test_a_run_that_compares_nothing(tmp_path: Path) -> None:
     output = tmp_path / "out.html"
     assert report.main([str(tmp_path), "-o", str(output)]) == 0
     page = output.read_text()
-    assert page.count("<svg") == 2 and "<p>none</p>" in page
+    assert page.count("<svg") == 3 and "<p>none</p>" in page
+    assert "<title>step 1: 9<" in page  # the tooltip of the point
     (tmp_path / "metrics.rank-1.jsonl").write_text('{"step": 1, "step_seconds": 3.0, "data_seconds": 1.0}\n')
-    figure = report.ranks_figure(report.pyplot(), report.read_ranks(tmp_path))
-    widths = [bars.datavalues.tolist() for bars in figure.axes[0].containers]
+    times, _ = report.rank_figures(report.pyplot(), report.read_ranks(tmp_path))
+    widths = [bars.datavalues.tolist() for bars in times.axes[0].containers]
     assert widths == [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, 2.0]]  # data, and the rest of the step
 
 

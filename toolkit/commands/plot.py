@@ -14,6 +14,7 @@ import html
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ Points = tuple[list[float], list[float]]
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_OVER = 30
 """A curve is averaged over this part of its length."""
+_TIPS, _TIP = 100, "tip "
+"""Tooltips of a curve, at most, and what the ids of their points begin with."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,13 @@ def draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float]
     cell.plot(places, values, color=color, linewidth=1.6, marker=marker, markersize=3.5)
 
 
+def add_tips(cell: Any, places: Sequence[float], values: Sequence[float]) -> None:
+    """Add tooltips for :func:`write_html`, step and value, to at most :data:`_TIPS` points of a curve."""
+    for index in range(0, len(values), -(-len(values) // _TIPS) or 1):
+        tip = f"{_TIP}step {places[index]:g}: {values[index]:.6g}"
+        cell.scatter(places[index], values[index], s=80, alpha=0, gid=tip)
+
+
 def dress(cell: Any, panel: Panel, x: str) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
@@ -223,14 +233,20 @@ def write_html(
     for figure in figures:
         text = io.StringIO()
         figure.savefig(text, format="svg")
-        drawn.append(text.getvalue()[text.getvalue().index("<svg") :])
+        svg = text.getvalue()[text.getvalue().index("<svg") :]
+        svg = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", svg)
+        drawn.append(f'<div style="flex:1 1 {4 * figure.get_figwidth():.0f}em">{svg}</div>')
     style = (
-        "body{font:15px system-ui,sans-serif;max-width:72em;margin:2em auto} svg{max-width:100%;height:auto}"
+        "body{font:15px system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}"
+        ".figures{display:flex;flex-wrap:wrap}.figures div{min-width:0}svg{width:100%;height:auto}"
+        "p{overflow-wrap:anywhere}"
         "table{border-collapse:collapse}td,th{text-align:left;padding:.2em 1em .2em 0;vertical-align:top}"
         "pre{font-size:12px}"
     )
-    body = "".join(f"<p>{html.escape(line)}</p>" for line in lines) + "".join((*drawn, *tables))
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
+    body = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    body += f'<div class="figures">{"".join(drawn)}</div>{"".join(tables)}'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f"<title>{html.escape(title)}</title><style>{style}</style>"
     path.write_text(
         f"<!doctype html><html><head>{head}</head><body><h1>{html.escape(title)}</h1>{body}</body></html>\n",
         encoding="utf-8",

@@ -15,6 +15,7 @@ import html
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +26,7 @@ from toolkit.commands.plot import (
     PANELS,
     Panel,
     Record,
+    add_tips,
     curve,
     draw_curve,
     dress,
@@ -35,6 +37,7 @@ from toolkit.commands.plot import (
     write_html,
     written,
 )
+from toolkit.compat import tomllib
 from toolkit.errors import DataError
 from toolkit.metrics.jsonl import rank_files
 
@@ -65,27 +68,26 @@ def read_ranks(folder: Path) -> dict[int, list[Record]]:
     return dict(sorted(ranks.items()))
 
 
-def curves_figure(plt: Any, records: Sequence[Record]) -> Any:
+def curve_figures(plt: Any, records: Sequence[Record]) -> list[Any]:
     """Plot logged values over the steps, with vertical lines at events."""
-    panels = panels_with_values(_CURVES, records)
-    rows = -(-len(panels) // 2)
-    figure, grid = plt.subplots(rows, 2, figsize=(11, 2.9 * rows), squeeze=False)
-    cells = list(grid.flat)
-    for panel, cell in zip(panels, cells, strict=False):
-        draw_curve(cell, panel, *curve(records, panel.key, "step"), COLORS[0])
+    figures = []
+    for panel in panels_with_values(_CURVES, records):
+        figure, cell = plt.subplots(figsize=(5.5, 2.9))
+        points = curve(records, panel.key, "step")
+        draw_curve(cell, panel, *points, COLORS[0])
+        add_tips(cell, *points)
         for record in records:
             if "event" in record:
                 cell.axvline(record["step"], color=COLORS[1], linewidth=0.8, alpha=0.6)
         dress(cell, panel, "step")
-    for cell in cells[len(panels) :]:
-        cell.remove()
-    return figure
+        figures.append(figure)
+    return figures
 
 
-def time_figure(plt: Any, records: Sequence[Record]) -> Any:
+def time_figures(plt: Any, records: Sequence[Record]) -> list[Any]:
     """Plot the parts of the step time, and the time between steps."""
     steps = [record for record in records if record.get("step_seconds") is not None]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3), width_ratios=(2, 1))
+    (first, left), (second, right) = plt.subplots(figsize=(6.5, 3)), plt.subplots(figsize=(4.5, 3))
     parts = {name: [record.get(key) or 0.0 for record in steps] for name, key in _PARTS.items()}
     known = [sum(of_step) for of_step in zip(*parts.values(), strict=True)]
     parts[_OTHER] = [max(0.0, it["step_seconds"] - its) for it, its in zip(steps, known, strict=True)]
@@ -104,7 +106,7 @@ def time_figure(plt: Any, records: Sequence[Record]) -> Any:
     right.set_xlabel("seconds in all")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    return [first, second]
 
 
 def totals(records: Sequence[Record]) -> dict[str, float]:
@@ -123,7 +125,7 @@ def totals(records: Sequence[Record]) -> dict[str, float]:
     return total
 
 
-def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
+def rank_figures(plt: Any, ranks: dict[int, list[Record]]) -> list[Any]:
     """Plot each rank's mean parts of the step time, and its memory."""
     means = {
         rank: {part: mean(records, key) for part, key in _PARTS.items()} for rank, records in ranks.items()
@@ -132,7 +134,8 @@ def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
     for rank, of in means.items():
         of[_OTHER] = max(0.0, mean(ranks[rank], "step_seconds") - sum(of.values()))
     shown = sorted(sorted(means, key=lambda rank: -busy[rank])[:_RANKS])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 1.2 + 0.22 * len(shown)), width_ratios=(2, 1))
+    height = 1.2 + 0.22 * len(shown)
+    (first, left), (second, right) = plt.subplots(figsize=(7, height)), plt.subplots(figsize=(4, height))
     names = [f"rank {rank}" for rank in shown]
     begin = [0.0] * len(shown)
     for part, color in zip((*_PARTS, _OTHER), COLORS, strict=False):
@@ -150,7 +153,7 @@ def ranks_figure(plt: Any, ranks: dict[int, list[Record]]) -> Any:
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-    return figure
+    return [first, second]
 
 
 def mean(records: Iterable[Record], key: str) -> float:
@@ -168,8 +171,9 @@ def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
     if trained:
         last = steps[-1]
         lines.append(
-            f"step {last['step']:,}: loss {trained[-1]['loss']:.4f} (at first {trained[0]['loss']:.4f}), "
-            f"{last.get('tokens', 0):,} tokens, {mean(steps, 'tokens_per_second'):,.0f} tokens/s on average"
+            f"step {last['step']:,}{_of_steps(folder)}: loss {trained[-1]['loss']:.4f} "
+            f"(at first {trained[0]['loss']:.4f}), {last.get('tokens', 0):,} tokens, "
+            f"{mean(steps, 'tokens_per_second'):,.0f} tokens/s on average"
         )
     validation = [record for record in records if record.get("validation_loss") is not None]
     if validation:
@@ -183,6 +187,14 @@ def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
         age = max(0.0, time.time() - beat["time"])
         lines.append(f"heartbeat: {beat.get('state')} at step {beat.get('step')}, {age:,.0f} s ago")
     return lines
+
+
+def _of_steps(folder: Path) -> str:
+    """Return " of N", the steps of the run, if its folder has a config that says so."""
+    with suppress(OSError, ValueError, KeyError):
+        text = (folder / "config.toml").read_text(encoding="utf-8")
+        return f" of {tomllib.loads(text)['training']['steps']:,}"
+    return ""
 
 
 def events_table(records: Sequence[Record]) -> str:
@@ -224,11 +236,11 @@ def write_report(folder: Path, output: Path) -> None:
     """
     ranks = read_ranks(folder)
     plt = pyplot()
-    figures = [curves_figure(plt, ranks[0])]
+    figures = curve_figures(plt, ranks[0])
     if any(record.get("step_seconds") is not None for record in ranks[0]):
-        figures.append(time_figure(plt, ranks[0]))
+        figures += time_figures(plt, ranks[0])
     if len(ranks) > 1:
-        figures.append(ranks_figure(plt, ranks))
+        figures += rank_figures(plt, ranks)
     tables = [events_table(ranks[0]), config_text(folder)]
     name = folder.absolute().name
     write_html(output, f"Run {name}", summary_lines(folder, ranks[0]), figures, tables)
