@@ -1,12 +1,13 @@
 """How long ``./run_train.sh`` takes to its first step, beside the least that torchrun can take.
 
-    python benchmarks/startup.py [--ranks 2] [--repeats 5] [--output benchmarks/results/startup.md]
+    python -m benchmarks.startup [--ranks 2] [--repeats 5] [--output benchmarks/results/startup.md]
                                  [--table.key value …]
 
 In turn, so that both see the same machine: (a) torchrun with as many ranks that import torch's FSDP, form a
 process group and exit; (b) ``run_train.sh`` until ``metrics.jsonl`` has its first line, which comes when the
 first step ends. One run before the first timing fills the token cache. Other arguments go to the run. Also
-the processor time of the preflight, for a valid config and for one with mistakes.
+the processor time of the preflight, for a valid config and for one with mistakes, of the slowest ``--help``,
+and of a search for layouts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from toolkit.commands import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = """
 import torch
@@ -37,6 +40,8 @@ dist.destroy_process_group()
 """
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 600.0
+PREFLIGHT = ("preflight", "debug_model", "--world-size", "8")
+PLAN = ("plan", "llama3_8b", "--gpu", "h100", "--gpus", "8")
 MISTAKES = ("--training.steps=many", "--parallelism.tensor_parallel_degree=3", "--model.n_heads=5")
 Timed = TypeVar("Timed")
 
@@ -49,16 +54,15 @@ def time_command(*command: str) -> float:
     return time.perf_counter() - started
 
 
-def preflight_seconds(*flags: str) -> float:
-    """Processor seconds of the preflight, which do not depend on what else this machine does."""
+def processor_seconds(*words: str) -> float:
+    """Processor seconds of a command of ``llama-toolkit``, which depend little on what else the machine does."""
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
     before = used()
-    command = [sys.executable, "-m", "toolkit", "preflight", "debug_model", "--world-size", "8", *flags]
-    subprocess.run(command, cwd=ROOT, capture_output=True)
+    subprocess.run([sys.executable, "-m", "toolkit", *words], cwd=ROOT, capture_output=True)
     return used() - before
 
 
@@ -115,7 +119,7 @@ def report(ranks: int, seconds: Mapping[str, Sequence[float]]) -> str:
     rows = [
         "# Start-up",
         "",
-        f"`python benchmarks/startup.py --ranks {ranks} --repeats {len(above)}`: seconds, on "
+        f"`python -m benchmarks.startup --ranks {ranks} --repeats {len(above)}`: seconds, on "
         f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), Python {platform.python_version()}, "
         "token cache warm.",
         "",
@@ -130,6 +134,8 @@ def report(ranks: int, seconds: Mapping[str, Sequence[float]]) -> str:
         _row("the toolkit's launcher, the same", seconds["supervisor"]),
         _row("the preflight of debug_model, processor time", seconds["preflight"]),
         _row("the same, with three mistakes", seconds["mistakes"]),
+        _row("the slowest --help of a command, processor time", seconds["help"]),
+        _row(f"`llama-toolkit {' '.join(PLAN)}`, processor time", seconds["plan"]),
     ]
     return "\n".join(rows) + "\n"
 
@@ -147,7 +153,10 @@ def measure(ranks: int, repeats: int, arguments: Sequence[str]) -> dict[str, lis
             timed["first step"], timed["step"] = time_first_step(ranks, folder, arguments)
             timed["torchrun"] = time_torchrun(ranks, "--no-python", "true")
             timed["supervisor"] = time_supervisor(ranks, "true")
-            timed |= {"preflight": preflight_seconds(), "mistakes": preflight_seconds(*MISTAKES)}
+            timed["preflight"] = processor_seconds(*PREFLIGHT)
+            timed["mistakes"] = processor_seconds(*PREFLIGHT, *MISTAKES)
+            timed["help"] = max(processor_seconds(name, "--help") for name in COMMANDS)
+            timed["plan"] = processor_seconds(*PLAN)
             if repeat:
                 for name, value in timed.items():
                     seconds[name].append(value)
