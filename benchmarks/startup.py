@@ -55,7 +55,7 @@ def time_command(*command: str) -> float:
 
 
 def processor_seconds(*words: str) -> float:
-    """Processor seconds of a command of ``llama-toolkit``, which depend little on what else the machine does."""
+    """Processor seconds of a command of ``llama-toolkit``, which hardly depend on other work."""
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
