@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.commands.arguments import local_path
 from toolkit.config import presets
-from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, did_you_mean, report
+from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, did_you_mean
 
 _EXTENDS = re.compile(r'^extends = "(.+)"$', re.MULTILINE)
 _SCHEMA = re.compile(r"^#:schema .*\n")
@@ -94,5 +95,6 @@ def main(argv: Sequence[str]) -> int:
             width = max(map(len, presets.names()))
             print("\n".join(f"{name:{width}}  {summary(name)}" for name in presets.names()))
     except ConfigError as error:
-        return report(error, show=True)
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return EXIT_FINISHED
