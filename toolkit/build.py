@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward: "auto" is bfloat16 if the device has native bfloat16
-    matmuls."""
+    """Return the dtype of forward and backward: "auto" is bfloat16 if the device supports it natively."""
     name = config.training.mixed_precision_param
     return native_dtype(device) if name == "auto" else DTYPES[name]
 

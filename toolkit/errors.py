@@ -125,8 +125,7 @@ def _write_torchrun_error(error: BaseException) -> None:
 
 
 def quote(value: object, write: Callable[[object], str] = repr) -> str:
-    """Format ``value`` with ``write`` for a message, truncated and with credentials redacted. Never
-    raises."""
+    """Format ``value`` with ``write`` for a message, truncated and redacted. Never raises."""
     try:
         text = redact(write(value))
     except (ValueError, RecursionError):  # an integer of too many digits; nested too deep

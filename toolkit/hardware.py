@@ -23,8 +23,7 @@ def cores() -> int:
 
 
 def processor() -> dict[str, list[str]]:
-    """Return the fields of /proc/cpuinfo that describe the processor, as lists of words; empty outside
-    Linux."""
+    """Return the fields of /proc/cpuinfo for a processor, as lists of words; empty outside Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

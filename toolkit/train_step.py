@@ -2,8 +2,7 @@
 
 The loss of a micro-batch is the *sum* over its tokens divided by the number of valid tokens (or the
 objective's divisor) in the global batch, on all ranks and in all micro-batches. A small all-reduce computes
-that number before the first backward. Gradients are therefore plain sums, independent of how the batch is
-split.
+that number before the first backward. Gradients are therefore plain sums, independent of the batch split.
 """
 
 from __future__ import annotations

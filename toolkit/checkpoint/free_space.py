@@ -18,8 +18,7 @@ from toolkit.errors import CheckpointError
 from toolkit.io.atomic import sync_file, sync_folder
 
 _STATE_FACTOR = 4
-"""Upper bound of a checkpoint's size relative to the model; with Adam's moments it is three times as
-large."""
+"""Upper bound of a checkpoint's size relative to the model; with Adam's moments the ratio is three."""
 
 
 def check_free_space(

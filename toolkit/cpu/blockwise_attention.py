@@ -124,7 +124,7 @@ attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class _Block(NamedTuple):
-    """Some KV heads, a range of their queries, and the keys that these attend to. The masks are added to the
+    """KV heads of R rows, a range of their queries, and the keys that these attend to. The masks are added to the
     scores of the last keys and, if any is hidden, of the first keys: −∞ where a query must not see a key."""
 
     heads: slice

@@ -122,8 +122,7 @@ class SharedMemory:
         return barrier
 
     def _take(self, size: int) -> Region:
-        """Return the smallest free region of at least ``size`` bytes, or a new one in place of the smallest
-        free one."""
+        """Return the smallest free region of ``size`` bytes, or a new one that replaces the smallest one."""
         if not self._fitting(size) and self.open:
             self.open[-1].wait()
         if not self._fitting(size) and len(self.regions) < _ENOUGH:
@@ -234,8 +233,7 @@ class Reduce:
 
 
 def share_memory(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the FSDP units of ``model`` communicate through shared memory if all ranks of ``group`` can access
-    it."""
+    """Make FSDP units of ``model`` communicate through shared memory if all ranks of ``group`` can access it."""
     try:
         memory = SharedMemory(group)
     except NotShared:

@@ -72,7 +72,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Assign ``lengths`` (int64, 1 to ``capacity``) to rows by best fit decreasing; return their rows.
 
     Items of equal length are assigned together: each row takes as many as fit, because a row that has just
-    taken one leaves less room than any other row of the same room.
+    taken one leaves less room than the others of its kind.
     """
     bins = np.empty(len(lengths), np.int64)
     open_rows: dict[int, list[np.ndarray]] = {}  # by remaining room

@@ -129,8 +129,7 @@ def _report_waiting(rank: int, world_size: int) -> None:
 
 
 def new_file_group(*, timeout_seconds: int) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks for waits that need a longer timeout, such as file I/O or user
-    input."""
+    """Create a gloo group of all ranks for waits that need a longer timeout (file I/O, user input)."""
     return dist.new_group(backend=GLOO, timeout=timedelta(seconds=timeout_seconds), group_desc="files")
 
 

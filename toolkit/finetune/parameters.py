@@ -93,7 +93,7 @@ def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
 
 
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
-    """If a LoRA target matches the embedding or the head, in either naming, return the name of its weight."""
+    """Return the weight name of the embedding or head if a LoRA target matches it, in either naming."""
     for name in (EMBEDDING, HEAD):
         modules = [it.removesuffix(".weight") for it in (name, table(args).to_hf(name))]
         if any(matches_any(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):

@@ -128,7 +128,7 @@ def load_model(
 
     In a process group the model is sharded over all ranks. Parameters gathered in the first forward stay
     gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, divided among the ranks.
-    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one of the
+    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one used in the
     checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. Every rank calls
     ``check`` with the tokenizer before weights are read, so that it can be rejected.
 

@@ -33,7 +33,7 @@ class Failure:
     log: Path | None
     lines: Sequence[str]
     told: bool
-    """Whether the rank has reported its error itself."""
+    """True if the rank has reported its error itself."""
 
     def show(self) -> None:
         if self.told:

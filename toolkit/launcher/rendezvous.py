@@ -1,9 +1,9 @@
 """The rendezvous of several nodes on node 0: membership, start of rounds, and reaction to failures.
 
 Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, including its own, connect,
-identify themselves and prepare. They are then told to start a round: one set of ranks, from start to end.
+identify themselves and prepare. They are then asked to start a round: one set of ranks, from start to end.
 A round ends when its ranks end, when a rank fails, or when a node is lost because its launcher ended or was
-silent too long. Then every node ends its ranks and reports how they ended. It is told either to exit, with a
+silent too long. Then every node ends its ranks and reports how they ended. It is asked either to exit, with a
 code that is the same everywhere, or to join the next round.
 
 A thread of node 0's launcher does this. It reads all connections from one queue, so no locks are needed.

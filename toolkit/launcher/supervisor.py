@@ -275,8 +275,7 @@ class Watch:
         return bool(self.stopped_by and failed) and failed[0].process.returncode == -self.stopped_by
 
     def _end_peers(self, what: signal.Signals) -> None:
-        """Send ``what`` to the ranks that still run; a rank stopped by SIGSTOP would not answer a
-        question."""
+        """Send ``what`` to the ranks that still run; a rank stopped by SIGSTOP would not answer."""
         stopped = [worker for worker in self.running if _is_stopped(worker.process.pid)]
         asked = [worker for worker in self.running if worker not in stopped] if what == QUESTION else []
         if asked:

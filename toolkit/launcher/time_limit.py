@@ -43,6 +43,5 @@ class Deadline:
         self._last, self._longest = now, max(self._longest, now - self._last)
 
     def near(self) -> bool:
-        """Return whether another lap and a save, each allowed twice the longest so far, might end too
-        late."""
+        """Return whether another lap and a save, allowed twice the longest so far, might end too late."""
         return self._clock() + 2 * self._longest + self._reserve > self._end

@@ -35,6 +35,7 @@ class Guard:
 
     ``memory`` returns the history saved with the run as JSON: "losses" and "norms" of the latest updates, and
     "skips", the number of batches skipped since the last update.
+
     Attributes:
         rejected: the last batch, if it was rejected.
     """

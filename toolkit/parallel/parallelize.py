@@ -33,8 +33,7 @@ def parallelize(
     ring: bool = False,
     pareto_folder: Path | None = None,
 ) -> None:
-    """Parallelize ``model``, or a pipeline stage of it, in place. ``fully_shard`` is applied even on one
-    rank.
+    """Parallelize ``model``, or a pipeline stage of it, in place. ``fully_shard`` applies even on one rank.
 
     If ``shards`` is None, sequences are not split; ``ring`` selects ring attention.
     """

@@ -37,8 +37,7 @@ def costs(
     checkpointed: bool,
     param_dtype: torch.dtype,
 ) -> Costs:
-    """Return the costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, measured once per
-    case.
+    """Return the costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, cached per case.
 
     If ``checkpointed``, blocks are checkpointed as configured; embedding and head never are. Nothing is
     compiled, and attention is SDPA. Must be called without a process group.

@@ -39,7 +39,7 @@ _RESET: dict[str, Any] = {
 
 
 def fixed_batch(config: Config, world: int) -> Config:
-    """If the global batch depends on the mesh, set it to the value of ``config`` on ``world`` ranks."""
+    """Fix a global batch that depends on the mesh at the value of ``config`` on ``world`` ranks."""
     training = config.training
     if training.global_batch_size != -1:
         return config

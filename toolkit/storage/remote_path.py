@@ -44,7 +44,7 @@ class RemotePath:
     """
 
     reads = False
-    """Whether read-only sources (the Hub, a web address) are accepted too."""
+    """True if read-only sources (the Hub, a web address) are accepted too."""
 
     def __init__(self, url: str):
         if problem := url_problem(url, storage="read" if self.reads else True):

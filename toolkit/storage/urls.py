@@ -1,4 +1,4 @@
-"""Validate URLs given in place of paths.
+"""Validate URLs given instead of paths.
 
 Imports neither torch nor fsspec; loaded only if a value contains ``://``.
 """

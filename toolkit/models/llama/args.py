@@ -15,7 +15,6 @@ from toolkit.models.common.args import ModelArgs, RopeScaling, vocab_from_tokeni
 def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
     """Return the feed-forward width by Meta's rule: 2/3 of 4·dim, times ``multiplier``, rounded up to a
     multiple of ``multiple_of``.
-    multiple.
 
     Raises:
         OverflowError: the width is infinite.
