@@ -124,8 +124,9 @@ attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class _Block(NamedTuple):
-    """KV heads of R rows, a range of their queries, and the keys that these attend to. The masks are added to the
-    scores of the last keys and, if any is hidden, of the first keys: −∞ where a query must not see a key."""
+    """KV heads of R rows, a range of their queries, and the keys that these attend to. The masks are added to
+    the scores of the last keys and, if any is hidden, of the first keys: −∞ where a query must not see a
+    key."""
 
     heads: slice
     queries: slice

@@ -233,7 +233,8 @@ class Reduce:
 
 
 def share_memory(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make FSDP units of ``model`` communicate through shared memory if all ranks of ``group`` can access it."""
+    """Make FSDP units of ``model`` communicate through shared memory if all ranks of ``group`` can access
+    it."""
     try:
         memory = SharedMemory(group)
     except NotShared:
