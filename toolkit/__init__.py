@@ -1,6 +1,6 @@
 """Training of language models with PyTorch, from one TOML file.
 
-The names of the public Python API, which ``toolkit/api.py`` documents, are here too; docs/python.md shows it.
+The names of the public Python API (``toolkit/api.py``) can be imported from here; docs/python.md shows how.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the API when one of its names is first used: the preflight imports no torch."""
+    """Import the API on first use of one of its names, because the preflight must not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("toolkit.api"), name)

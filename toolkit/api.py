@@ -1,7 +1,7 @@
-"""The public Python API: what a notebook, a script or another trainer needs of the toolkit.
+"""The public Python API, for notebooks, scripts and other trainers.
 
-Each function takes the configuration of a run, and gives what ``run_train.sh`` would use: the same weights,
-the same batches in the same order, the same learning rates. docs/python.md has a training loop of 26 lines.
+Each function takes the configuration of a run and uses the same weights, batches, batch order and learning
+rates as ``run_train.sh``. docs/python.md has a training loop of 26 lines.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ _PLAIN: dict[str, Any] = {
     "parallelism.context_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
 }
-"""Values with which a run is the model of its preset, data-parallel: all that :func:`new_model` builds."""
+"""Values that :func:`new_model` requires: the plain model of the preset, data-parallel."""
 
 
 def load_config(file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Load a TOML file and replace values by their keys, such as ``{"training.steps": 10}``.
+    """Load a TOML file, with overrides by key, such as ``{"training.steps": 10}``.
 
     Raises:
-        ConfigError: file or values are invalid; contains every problem.
+        ConfigError: the file or values are invalid; lists every problem.
     """
     values = {"job.config_file": str(file), **(overrides or {})}
     texts = {key: it if isinstance(it, str) else format_toml(it) for key, it in values.items()}
@@ -82,13 +82,14 @@ def load_config(file: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 @contextmanager
 def start(config: Config) -> Iterator[torch.device]:
-    """Join the run's process group, that of torchrun's ranks or of this process alone, and yield the device
-    of this rank. The group is left at the end, but not after an error, when other ranks may wait in it; one
-    that exists is used and stays.
+    """Join the process group and yield this rank's device.
+
+    The ranks are those of torchrun, or this process alone. The group is destroyed at the end, but not after
+    an error, when other ranks may wait in it. An existing group is used and kept.
 
     Raises:
-        ConfigError: the preflight finds problems of this configuration on so many ranks, or it asks for a dry
-            run.
+        ConfigError: the preflight finds problems for this number of ranks, or the configuration requests a
+            dry run.
     """
     if config.is_dry:
         rule = "a dry run trains nothing, and is made by the command line"
@@ -108,13 +109,14 @@ def start(config: Config) -> Iterator[torch.device]:
 
 
 def run(config: Config, hooks: Sequence[StepHook] = ()) -> list[dict[str, Any]]:
-    """Train to the last step, resuming from the newest checkpoint, and return the logged values of each
-    logged step. ``hooks`` are called around each step, after those of ``[health]``.
+    """Train to the last step, resuming from the newest checkpoint, and return the values of each logged step.
+
+    ``hooks`` are called around each step, after the hooks of ``[health]``.
 
     Raises:
-        ConfigError: also for ``health.straggler_factor`` on GPUs, where only ``run_train.sh`` records what it
-            is measured by.
-        DataError, CheckpointError, TrainingError: as the command line reports them.
+        ConfigError: the configuration is invalid, or sets ``health.straggler_factor`` on GPUs, where only
+            ``run_train.sh`` records the timings that it needs.
+        DataError, CheckpointError, TrainingError: as on the command line.
     """
     with start(config) as device:
         if (factor := config.health.straggler_factor) is not None and device.type == "cuda":
@@ -129,7 +131,7 @@ def run(config: Config, hooks: Sequence[StepHook] = ()) -> list[dict[str, Any]]:
 
 
 def open_data(config: Config) -> RunData:
-    """Open the tokenizer and the token caches of all corpora; tokenize those that have none.
+    """Open the tokenizer and the token caches of all corpora; tokenize corpora without a cache.
 
     Raises:
         DataError: a corpus or the tokenizer is missing, empty or unreadable.
@@ -138,15 +140,15 @@ def open_data(config: Config) -> RunData:
 
 
 class GlobalBatches:
-    """Batches of a run in its order, all ranks being data-parallel: for each step this rank's micro-batches,
-    and the number of tokens with a loss in those of all ranks.
+    """Batches of a data-parallel run, in its order.
 
-    A micro-batch has ``tokens`` and ``labels`` (B, S), int64 and already shifted, −100 where a token has no
-    loss, and ``positions`` and ``documents`` (B, S) or None.
+    Each step yields this rank's micro-batches and the number of tokens with a loss on all ranks. A
+    micro-batch has int64 ``tokens`` and ``labels`` (B, S), already shifted, with label −100 where a token has
+    no loss, and ``positions`` and ``documents`` (B, S) or None.
 
     Attributes:
-        shape: sizes of a global batch, micro-batches and accumulation.
-        loader: the loader of micro-batches, with the position in the data.
+        shape: sizes of the global batch and micro-batch, and the number of accumulation steps.
+        loader: the loader of micro-batches, with its position in the data.
     """
 
     def __init__(self, config: Config, data: RunData, device: torch.device):
@@ -177,21 +179,21 @@ class GlobalBatches:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of the update after ``step`` finished ones of ``training.steps``."""
+    """Return the learning rate of the update after ``step`` finished steps of ``training.steps``."""
     options, steps = config.lr_scheduler, config.training.steps
     return scheduled_rate(step, options, lr=config.optimizer.lr, total_steps=steps)
 
 
 def new_model(config: Config, data: RunData) -> Decoder:
-    """Build the model on the meta device, in ``training.dtype``, to be sharded before it gets storage by
-    ``model.to_empty(device=…)`` and values by :func:`init_weights` or :func:`load_weights`.
+    """Build the model on the meta device, in ``training.dtype``.
 
-    ``model(tokens)`` returns logits (B, S, V); with ``labels`` the sum of the losses of all tokens. FSDP,
-    mixed precision, activation checkpointing and torch.compile are the caller's.
+    Shard it, allocate it with ``model.to_empty(device=…)``, and fill it with :func:`init_weights` or
+    :func:`load_weights`. ``model(tokens)`` returns logits (B, S, V); with ``labels``, the summed loss of all
+    tokens. The caller applies FSDP, mixed precision, activation checkpointing and torch.compile.
 
     Raises:
-        ConfigError: the configuration asks for fine-tuning, another loss, converters, epochs, or tensor,
-            context or pipeline parallelism, which :func:`run` applies.
+        ConfigError: the configuration sets fine-tuning, another loss, converters, epochs, or tensor, context
+            or pipeline parallelism, which only :func:`run` supports.
     """
     rule, fix = "new_model builds the plain model only", "remove it, or train with toolkit.run(config)"
     given = {key: attrgetter(key)(config) for key in _PLAIN}
@@ -211,16 +213,17 @@ def _tensors(model: Decoder) -> dict[str, Tensor]:
 
 
 def init_weights(model: Decoder, seed: int = 0) -> None:
-    """Fill a model with its initial weights, in place: the same bits however it is sharded."""
+    """Initialize a model's weights in place; the values are bitwise equal for any sharding."""
     initialize(_tensors(model).items(), seed, lambda name: init_rule(name, model.args))
 
 
 def load_weights(model: Decoder, path: str | Path) -> None:
-    """Load a Hugging Face folder, a Meta folder or a checkpoint of a run into a model, in place. Each rank
-    reads what its shards need.
+    """Load a Hugging Face folder, a Meta folder or a checkpoint into a model, in place.
+
+    Each rank reads only what its shards need.
 
     Raises:
-        DataError, CheckpointError: the weights are damaged, or do not fit the model, by name and shape.
+        DataError, CheckpointError: the weights are damaged, or a name or shape does not match the model.
     """
     load_source(open_weights(path), _tensors(model))
 
@@ -230,8 +233,8 @@ def save_checkpoint(
 ) -> Path:
     """Save the state after ``step`` updates in the run's checkpoint folder, and return the new folder.
 
-    All ranks call it. The checkpoint is complete or not there at all, and any mesh can load it, also
-    :func:`run` and the command line.
+    All ranks call it. Saving is atomic. :func:`run` and the command line can load the checkpoint, on any
+    mesh.
 
     Raises:
         CheckpointError: on every rank: it cannot be written. Earlier checkpoints are unchanged.
@@ -248,11 +251,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(config: Config, model: Decoder, optimizer: Optimizer, batches: GlobalBatches) -> int:
-    """Load the newest checkpoint of the run into model, optimizer and position in the data, in place, and
-    return its number of finished steps: 0, with nothing loaded, where there is none.
+    """Load the run's newest checkpoint into the model, the optimizer and the data position, in place.
+
+    Returns its number of finished steps; 0, with nothing loaded, if there is no checkpoint.
 
     Raises:
-        CheckpointError, DataError: on every rank: it is damaged, or of another model or corpus.
+        CheckpointError, DataError: on every rank: the checkpoint is damaged, or of another model or corpus.
     """
     checkpoints = _checkpoints(config)
     if (newest := checkpoints.latest()) is None:
@@ -263,11 +267,12 @@ def load_checkpoint(config: Config, model: Decoder, optimizer: Optimizer, batche
 
 
 def export_hf(config: Config, step_folder: str | Path, out: str | Path) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder in ``checkpoint.export_dtype``, with the
-    tokenizer of the run. All ranks call it, and each writes a part.
+    """Write the model of a checkpoint and the run's tokenizer as a Hugging Face folder.
+
+    The dtype is ``checkpoint.export_dtype``. All ranks call it, and each writes its share.
 
     Raises:
-        CheckpointError, DataError: on every rank: the checkpoint cannot be read, or the folder not written.
+        CheckpointError, DataError: on every rank: the checkpoint is unreadable, or the folder not writable.
     """
     place, dtype = build.tokenizer_path(config), process_group.DTYPES[config.checkpoint.export_dtype]
     export_folder(Path(step_folder), Path(out), dtype=dtype, tokenizer_path=place, ranks=Ranks())
@@ -291,9 +296,11 @@ def _saved(model: Decoder, optimizer: Optimizer) -> dict[str, Tensor]:
 def load_model(
     path: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> LoadedModel:
-    """Load a model for generation, with its tokenizer: a Hugging Face folder, a Meta folder, a checkpoint, or
-    an adapter with its base. By default it is on the first GPU if there is one, in bfloat16 if the device
-    computes in it.
+    """Load a model and its tokenizer for generation: a Hugging Face folder, a Meta folder, a checkpoint, or
+    an adapter with its base.
+
+    The default device is the first GPU if there is one; the default dtype is bfloat16 if the device supports
+    it.
 
     Raises:
         DataError, CheckpointError: weights or tokenizer cannot be read.
@@ -305,11 +312,10 @@ def load_model(
 def generate(
     model: LoadedModel, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
 ) -> str:
-    """Return the text that the model adds to ``prompt``: the most likely tokens, or with a ``temperature``
-    sampled ones, until the model ends it.
+    """Return the model's continuation of ``prompt``: greedy, or sampled if ``temperature`` is set.
 
     Raises:
-        DataError: the model has no tokenizer, or the prompt leaves no room in its context.
+        DataError: the model has no tokenizer, or the prompt fills its context.
     """
     if (tokenizer := model.tokenizer) is None:
         raise DataError("the model has no tokenizer\n  fix:  copy its files next to the weights")

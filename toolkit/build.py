@@ -1,7 +1,7 @@
 """Build a sharded, initialized model from a configuration and a mesh.
 
-The model is created and sharded on the meta device and allocated afterwards, so that no rank ever stores more
-than its shards.
+The model is created and sharded on the meta device and allocated afterwards, so a rank never stores more than
+its shards.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward: "auto" is bfloat16 on devices with native bfloat16 matmuls."""
+    """Return the dtype of forward and backward: "auto" is bfloat16 if the device supports it natively."""
     name = config.training.mixed_precision_param
     return native_dtype(device) if name == "auto" else DTYPES[name]
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Report whether anything is compiled: the model, or on CUDA FlexAttention or fused parts."""
+    """Report whether anything is compiled: the model or, on CUDA, FlexAttention or fused parts."""
     if config.compile.enable or device.type != "cuda":
         return config.compile.enable
     return bool(config.training.fused_parts) or attention_name(config, device.type) == "flex"
@@ -72,8 +72,8 @@ def build_model(
 ) -> ModelParts:
     """Build a model sharded over ``mesh`` on ``device`` that computes in ``param_dtype``.
 
-    Initial weights depend on ``seed`` alone. ``pretrained`` weights are loaded later, so only those that
-    fine-tuning adds are initialized here. ``weighted`` tells that the loss weights its tokens. Without
+    Initial weights depend only on ``seed``. If ``pretrained``, only parameters added by fine-tuning are
+    initialized here; the others are loaded later. ``weighted``: the loss weights its tokens. Without
     ``storage`` the model stays on the meta device.
 
     Raises:
@@ -96,7 +96,7 @@ def build_model(
 
         converters = Converters(config)
     parallelism = config.parallelism
-    if converters:  # they may rely on FSDP's hooks, as float8 does for its all-gathers
+    if converters:  # they may rely on FSDP's hooks; float8 does for its all-gathers
         parallelism = parallelism.model_copy(update={"fsdp_skip_on_one_rank": False})
     models = []
     for modules in _modules_of_rank(stages, mesh):
@@ -181,7 +181,7 @@ def _stages(config: Config, args: ModelArgs, mesh: Mesh) -> Stages | None:
 
 
 def _modules_of_rank(stages: Stages | None, mesh: Mesh) -> Sequence[list[str] | None]:
-    """Module names of each pipeline stage on this rank; None stands for the whole model."""
+    """Return the module names of each pipeline stage on this rank; None is the whole model."""
     if stages is None or mesh.pp is None:
         return [None]
     return [stages.modules[stage] for stage in stages.of_ranks[mesh.pp.get_local_rank()]]

@@ -1,4 +1,4 @@
-"""Save and restore the checkpoints of a run, and load the weights that it starts from."""
+"""Save and restore the checkpoints of a run, and load its initial weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from toolkit.weights.source import WeightSource
 
 _PREFIXES = {"model": "model", "optimizer": "optim"}
-"""Tensor name prefix of each part that can be excluded."""
+"""Prefix of the tensor names of each part that can be excluded from loading."""
 
 
 class Stateful(Protocol):
@@ -48,10 +48,10 @@ class Stateful(Protocol):
 
 
 class Checkpointer:
-    """Saves and restores a model, its optimizer, the training ``state`` and the ``position`` in the data.
+    """Saves and restores the model, the optimizer, the training ``state`` and the data ``position``.
 
-    All ranks call every method but :meth:`due`. ``metadata`` (JSON types) goes into every manifest. ``say``
-    reports a line to the user; it prints until it is replaced.
+    All ranks call every method except :meth:`due`. ``metadata`` (JSON types) is stored in every manifest.
+    ``say`` reports a line to the user; by default it prints.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Checkpointer:
         return step_folder(self.manager.folder, self._state.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
-        """Tensors of this rank to save, or the tied ``copies`` of them, which are not saved. With an adapter
-        only trained parameters are included: the frozen model is reloaded from its source."""
+        """Return this rank's tensors to save, or with ``copies`` the tied copies, which are not saved. With
+        an adapter, only trained parameters: the frozen model is reloaded from its source."""
         parameters = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
         buffers = [] if copies else list(self._model_parts.named_buffers())
         if self._config.finetune.adds:
@@ -170,7 +170,7 @@ class Checkpointer:
         )
 
     def _load_adapter(self, path: str) -> None:
-        """Load an adapter with the same base that trains no parameters beyond those of this run."""
+        """Load an adapter of the same base; all its trained parameters must be trained in this run too."""
         from toolkit.finetune.base import check_base
         from toolkit.finetune.open_adapter import open_adapter
         from toolkit.finetune.parameters import is_added
@@ -203,7 +203,7 @@ class Checkpointer:
         return manifest
 
     def _new_head(self, source: Path) -> list[str]:
-        """Prefixes of the tensors that are initialized rather than loaded: the head of a classifier whose
+        """Return the name prefixes of tensors to initialize instead of loading: a classifier's head, if
         ``source`` is a language model or has other classes."""
         classifier = json.loads(json.dumps(self._metadata["model"]["classifier"]))  # tuples become lists
         if classifier is None:
@@ -240,7 +240,7 @@ class Checkpointer:
             self._position.load_state_dict(run["loader"])
 
     def _excluded_parts(self, where: int | Path) -> list[str]:
-        """The parts that are not loaded from the checkpoint of a step of this run, or of another folder."""
+        """Return the parts excluded from loading, for a step of this run or for another folder."""
         excluded: list[str] = [*self._options.exclude_from_loading]
         if not excluded or not isinstance(where, int):
             return excluded
@@ -248,7 +248,7 @@ class Checkpointer:
         return self.manager.ranks.on_rank_0(lambda: parts_to_exclude(excluded, read_manifest(folder)["run"]))
 
     def roll_back(self) -> int | None:
-        """Load the newest checkpoint of an earlier step and return that step, or None if there is none.
+        """Load the newest checkpoint of an earlier step and return its step, or None if there is none.
 
         Checkpoints from before a rewind (``checkpoint.load_step``) belong to another training history and are
         skipped.
@@ -267,8 +267,7 @@ class Checkpointer:
         return self.manager.ranks.on_rank_0(lambda: committed_steps(self.manager.folder))
 
     def finish_without_training(self, total_steps: int) -> bool:
-        """Finish a run that only saves initial weights, or has no steps left; False if it has steps to
-        train."""
+        """Finish a run that only saves initial weights or has no steps left; return False if steps remain."""
         step, folder = self._state.step, self.step_folder
         if self._options.create_seed_checkpoint:
             self.save(final=True)
@@ -295,7 +294,7 @@ class Checkpointer:
         return last or stop or first or step % options.interval == 0
 
     def save(self, *, model_only: bool = False, final: bool = False) -> None:
-        """Save; report a failure and leave the retry to the next save.
+        """Save a checkpoint. A failure is reported, and the next save retries.
 
         Raises:
             CheckpointError: the ``final`` save failed.
@@ -339,7 +338,7 @@ class Checkpointer:
             self._best_losses[state.best_step] = state.best_validation
 
     def _choose_best(self, about_to_be_saved: int | None = None) -> None:
-        """Fall back to the best saved step where saving a better one failed."""
+        """Fall back to the best saved step if saving a better one failed."""
         self._note_best()
         saved = {about_to_be_saved, *self.manager.saved}
         bests = [
@@ -362,7 +361,8 @@ class Checkpointer:
     def after_step(
         self, exclude: Callable[[str], AbstractContextManager[None]], *, last: bool, stop: bool
     ) -> None:
-        """Save and export what is due after a step, under ``exclude``: outside the measured step time."""
+        """Save and export what is due after a step, inside ``exclude``, which excludes it from the step
+        time."""
         self.end_save(wait=False)
         if self.due(last=last, stop=stop):
             with exclude("checkpoint"):
@@ -382,7 +382,7 @@ class Checkpointer:
 def run_metadata(
     config: Config, args: ModelArgs, *, mesh: str, data_parallel: int, batch: BatchShape
 ) -> dict[str, Any]:
-    """Facts about a run that every manifest records."""
+    """Return the facts about a run that every manifest records."""
     return {
         "config": config.to_toml(origins=False),
         "model": asdict(args),

@@ -1,4 +1,4 @@
-"""The command ``llama-toolkit``, or ``python -m toolkit``: a subcommand per task. Imports no torch."""
+"""The command ``llama-toolkit``, or ``python -m toolkit``, with one subcommand per task. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.io import standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that ``argv`` begins with and return its exit code."""
+    """Run the subcommand named by the first argument and return its exit code."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(help_text())
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     command = COMMANDS[name]
     standard_streams.protect(end_with_reader=command.only_prints)
-    if name != "chat":  # where Ctrl-C stops an answer
+    if name != "chat":  # there, Ctrl-C interrupts an answer
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = command.main(name)(words)
     return standard_streams.exit_code(code) if command.only_prints else code

@@ -1,6 +1,6 @@
-"""Private names of torch, each with the reason why no public name serves, and backports for Python 3.10.
+"""Private names of torch, each with the reason why no public name suffices, and backports for Python 3.10.
 
-Import torch's private names from here, by the keys of :data:`PRIVATE`. Each is resolved on first use, because
+Import torch's private names only from here, by the keys of :data:`PRIVATE`. Each is resolved on first use:
 some load torch's compiler, and this file must import without torch. ``tests/test_compat.py`` checks that each
 exists and that no other file uses private names.
 """
@@ -36,7 +36,7 @@ else:
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:"
 
 PRIVATE = {
-    # torch.distributed has no public functional collectives, which torch.compile can trace
+    # torch.distributed has no public functional collectives, the only ones that torch.compile traces
     "functional_collectives": "torch:ops._c10d_functional",
     # torch.distributed.Work does not expose its operation
     "work_operation": "torch.distributed:Work._get_op_type",
@@ -44,7 +44,7 @@ PRIVATE = {
     "ActivationWrapper": f"{_WRAPPER}ActivationWrapper",
     "CheckpointWrapper": f"{_WRAPPER}CheckpointWrapper",
     "checkpoint_wrapper": f"{_WRAPPER}checkpoint_wrapper",
-    # torch.utils.checkpoint counts operators that FSDP's hooks run in only one of two forwards
+    # torch.utils.checkpoint compares operator counts, which FSDP's hooks change between the two forwards
     "CachedDispatchMode": "torch.utils.checkpoint:_CachedTorchDispatchMode",
     "operator_is_compiled": "torch.utils.checkpoint:_is_compiling",
     # torch.compile has no public way to set these options, add callbacks or find its cache
@@ -76,10 +76,10 @@ PRIVATE = {
     "StoragePrefix": "torch.distributed.checkpoint.filesystem:_StoragePrefix",
     # torch.optim.Adam passes DTensors to its kernels, which dispatch each one separately
     "init_adam_group": "torch.optim:Adam._init_group",
-    # torch.autograd does not tell whether a backward runs, nor torch.distributed find a group by name
+    # torch.autograd does not report a running backward; torch.distributed cannot look up a group by name
     "backward_task": "torch:_C._current_graph_task_id",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
-    # FSDPModule does not expose which parameters are gathered together, and when
+    # FSDPModule does not expose which parameters are gathered together, or when
     "fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     # torch has no public function for these operators
     "foreach_mul_": "torch:_foreach_mul_",
@@ -92,14 +92,14 @@ PRIVATE = {
     "flash_attention_backward": "torch:ops.aten._scaled_dot_product_flash_attention_backward",
     "flash_attention_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "flash_attention_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    # torch uses matrices in oneDNN's layout only in compiled code
+    # torch uses oneDNN's weight layout only in compiled code
     "reorder_linear_weight": "torch:ops.mkldnn._reorder_linear_weight",
     "linear_of_reordered": "torch:ops.mkldnn._linear_pointwise",
     "onednn_has_bf16": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
     # torch.cuda.memory documents memory history and snapshots under private names
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "memory_snapshot": "torch.cuda.memory:_snapshot",
-    # torch.cuda does not warn about reference cycles
+    # torch.cuda has no public warning about reference cycles
     "warn_tensor_cycles": "torch.utils.viz._cycles:warn_tensor_cycles",
     # torch has neither public fake tensors nor public dispatch modes
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -110,7 +110,7 @@ PRIVATE = {
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers the fake backend
     "local_scalar": "torch:ops.aten._local_scalar_dense",
 }
-"""Names in this module and their paths in torch, with the missing public name in a comment."""
+"""Names in this module and their paths in torch; a comment names the missing public equivalent."""
 
 
 def __getattr__(name: str) -> Any:
@@ -129,13 +129,13 @@ def __getattr__(name: str) -> Any:
 def become(module: Any, kind: type) -> None:
     """Change the class of ``module`` to a subclass, as fully_shard and torch.nn.utils.parametrize do.
 
-    No public hook can substitute a parameter within a forward that is compiled and checkpointed.
+    No public hook can substitute a parameter within a compiled and checkpointed forward.
     """
     module.__class__ = kind
 
 
 def parameter(module: Any, name: str) -> Any:
-    """Return the parameter ``name`` of a module whose attribute of that name is overridden."""
+    """Return the parameter ``name`` of a module, even if its class overrides the attribute."""
     return module._parameters[name]
 
 
@@ -151,8 +151,8 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def dtensor_like(shard: Any, other: Any) -> Any:
-    """Build a DTensor with the layout of ``other`` from a local ``shard`` on any device; from_local() would
-    move it to the device of the mesh."""
+    """Build a DTensor with the layout of ``other`` from a local ``shard`` on any device. from_local() would
+    move the shard to the mesh's device."""
     return type(other)(shard, other._spec, requires_grad=False)
 
 
@@ -172,14 +172,14 @@ def process_groups() -> list[Any]:
 
 
 def gloo_options(device: Any, *, threads: int, timeout: Any) -> Any:
-    """Build the options of a gloo group; new_group() accepts none."""
+    """Build the options of a gloo group, which new_group() does not accept."""
     options = import_module("torch.distributed").ProcessGroupGloo._Options()
     options._devices, options._threads, options._timeout = [device], threads, timeout
     return options
 
 
 def recorded_collectives(backend: str) -> dict[str, Any]:
-    """Return the flight recorder trace of "gloo" or "nccl", which torch otherwise only writes to files; empty
+    """Return the flight recorder trace of "gloo" or "nccl", which torch otherwise writes only to files; empty
     if torch was built without that backend."""
     names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
     dump = getattr(import_module("torch._C._distributed_c10d"), names[backend], None)
@@ -187,7 +187,8 @@ def recorded_collectives(backend: str) -> dict[str, Any]:
 
 
 def fsdp_param_group(module: Any) -> Any:
-    """Return FSDP's group of the parameters that are gathered with this module's; None if it has none."""
+    """Return FSDP's parameter group of ``module``, whose parameters are gathered together; None without
+    one."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
@@ -197,7 +198,7 @@ def operator_schema(operator: Any) -> Any:
 
 
 def schedule_actions(schedule: Any, ranks: int, stages: int, micro_batches: int) -> list[Any]:
-    """Return each rank's actions in a pipeline; torch computes them only for stages in a process group."""
+    """Return each rank's pipeline actions; torch computes them only for stages in a process group."""
     instance = schedule.__new__(schedule)
     instance._n_microbatches, instance.pp_group_size = micro_batches, ranks
     instance.n_local_stages = stages // ranks
@@ -209,9 +210,11 @@ def schedule_actions(schedule: Any, ranks: int, stages: int, micro_batches: int)
 
 
 def watch_resizes(callback: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``callback`` with each storage that is resized, which is how FSDP frees parameters: dispatch modes
-    do not see it, and FSDPModule has no hook. Returns a function that undoes it. For the planner, which runs
-    no data.
+    """Call ``callback`` on each storage resize, by which FSDP frees parameters. Returns a function that stops
+    it.
+
+    Dispatch modes do not see resizes, and FSDPModule has no hook. Only the planner, which runs no data, uses
+    it.
     """
     storage_class = import_module("torch").UntypedStorage
     resize = storage_class.resize_
@@ -228,7 +231,7 @@ def watch_resizes(callback: Callable[[Any], None]) -> Callable[[], None]:
 def replace_work_wait(wait: Callable[..., bool]) -> None:
     """Replace torch's wait for collectives and transfers by ``wait``.
 
-    The only patch of torch in a run: FSDP and pipeline schedules call ``Work.wait`` themselves, and torch has
-    neither a hook for it nor a way to set the timeout of gloo's transfers after their group was created.
+    This is the only patch of torch in a run. FSDP and pipeline schedules call ``Work.wait`` themselves, and
+    torch has neither a hook for it nor a way to change the timeout of transfers of an existing gloo group.
     """
     import_module("torch.distributed").Work.wait = wait

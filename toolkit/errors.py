@@ -32,8 +32,8 @@ _MAX_CHARACTERS = 500
 class Problem:
     """One broken rule: the user's value, the rule and the fix.
 
-    ``origin`` tells where the value came from ("debug.toml:12", "--training.seq_len",
-    "default"); ``key`` and ``value`` are empty when no single key is at fault.
+    ``origin`` is the source of the value ("debug.toml:12", "--training.seq_len", "default"). ``key`` and
+    ``value`` are empty if no single key is at fault.
     """
 
     rule: str
@@ -68,7 +68,7 @@ class ConfigError(ToolkitError):
 
 
 class DeviceError(ConfigError):
-    """A rank finds no device, or another one than the preflight found."""
+    """A rank finds no device, or a different one than the preflight found."""
 
 
 class DataError(ToolkitError):
@@ -88,13 +88,13 @@ class TrainingError(ToolkitError):
 
 
 class OutOfMemory(TrainingError):
-    """One rank is out of device memory. It reports the error itself: its peers only see that it is gone."""
+    """One rank is out of device memory. It reports the error itself: other ranks only see it disappear."""
 
 
 def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
-    """Print ``error`` to stderr where ``show`` (rank 0, or the failing rank) and return the exit code.
+    """Print ``error`` to stderr if ``show`` (rank 0 or the failing rank) and return the exit code.
 
-    A :class:`ToolkitError` is one message; anything else, or ``debug``, is a traceback.
+    A :class:`ToolkitError` is printed as a message; any other error, or with ``debug``, as a traceback.
     """
     _write_torchrun_error(error)
     if show:
@@ -109,10 +109,10 @@ def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
 
 
 def _write_torchrun_error(error: BaseException) -> None:
-    """Write ``error`` to torchrun's error file, so that it ends torchrun's own report of some forty lines.
+    """Write ``error`` to torchrun's error file, so that torchrun's report of about forty lines ends with it.
 
-    torchrun reports the oldest error file of its ranks. Every rank writes one, because the first rank that
-    ends has the others killed; its timestamp is a second early to be the oldest.
+    torchrun reports the oldest error file of its ranks. Every rank writes one, because torchrun kills the
+    other ranks after the first exit; the file's timestamp is one second early so that it is the oldest.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -125,8 +125,7 @@ def _write_torchrun_error(error: BaseException) -> None:
 
 
 def quote(value: object, write: Callable[[object], str] = repr) -> str:
-    """Format ``value`` with ``write`` for a message: truncated, with credentials redacted, and never
-    raising."""
+    """Format ``value`` with ``write`` for a message, truncated and redacted. Never raises."""
     try:
         text = redact(write(value))
     except (ValueError, RecursionError):  # an integer of too many digits; nested too deep
@@ -135,7 +134,7 @@ def quote(value: object, write: Callable[[object], str] = repr) -> str:
 
 
 def redact(text: str) -> str:
-    """Replace credentials in the URLs of ``text`` (user and password, query string) by stars."""
+    """Replace credentials (user and password, query string) in the URLs of ``text`` by asterisks."""
     return re.sub(r"(://)[^/@\s'\"]*@|(://[^\s'\"?]*\?)[^\s'\"]+", r"\1\2***", text)
 
 
@@ -147,7 +146,7 @@ def closest(name: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Suggest the closest of ``names`` as a fix, else ``otherwise``."""
+    """Suggest the closest of ``names`` as a fix, or ``otherwise`` if none is close."""
     found = closest(name, names)
     return f"did you mean {found}?" if found else otherwise
 
@@ -157,7 +156,7 @@ def nearest_multiple(value: int, of: int) -> int:
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
     return sorted({*small, *(value // divisor for divisor in small)})
 
@@ -169,14 +168,14 @@ def join_or(items: Iterable[object]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml, in a checkout or where the wheel is."""
+    """Return the command that installs an extra of pyproject.toml, from a checkout or from the wheel."""
     if not (Path(__file__).parents[1] / "pyproject.toml").exists():
         return f"pip install 'llama-toolkit[{extra}]'"
     return f".venv/bin/python -m pip install -c constraints.txt -e '.[{extra}]', in the toolkit's folder"
 
 
 def first_few(items: Sequence[str], limit: int) -> str:
-    """Join up to ``limit`` items with commas, in one line, and count the rest."""
+    """Join up to ``limit`` items with commas in one line, and append the count of the rest."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""
     return one_line(", ".join(items[:limit]) + rest)
 
@@ -203,5 +202,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape as :func:`printable` does, and newlines too."""
+    """Escape like :func:`printable`, and escape newlines too."""
     return printable(text).replace("\n", "\\n")

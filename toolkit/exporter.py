@@ -25,7 +25,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class Exporter:
     """Exports the checkpoints of ``manager`` as Hugging Face or PEFT folders in ``folder``.
 
-    All ranks call every method but :meth:`due`. ``say`` reports a line to the user.
+    All ranks call every method except :meth:`due`. ``say`` reports a line to the user.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Exporter:
         return (last and self._options.last_save_in_hf) or (every is not None and step % every == 0)
 
     def export(self, step: int, *, final: bool) -> None:
-        """Export the committed checkpoint of ``step`` and report a failure; the ``final`` one also to the
-        Hub.
+        """Export the committed checkpoint of ``step`` and report a failure. The ``final`` export is also
+        uploaded to the Hub.
 
         Raises:
             CheckpointError, DataError: the ``final`` export failed.
@@ -69,11 +69,11 @@ class Exporter:
                 self._push(out, self._options.push_to_hub)
 
     def export_missed(self, step: int, *, last: bool) -> None:
-        """Redo an export that was lost when the run was killed after the save, and its failed uploads. An
-        upload to the Hub is always repeated; it skips files that are there.
+        """Redo exports that were lost because the run was killed after the save, and failed uploads. The
+        upload to the Hub is always repeated; it skips files that are already there.
 
         Raises:
-            CheckpointError, DataError: as :meth:`export`.
+                CheckpointError, DataError: as in :meth:`export`.
         """
         from toolkit.weights.remote_folder import is_complete
 
@@ -100,7 +100,7 @@ class Exporter:
         return self.folder / f"step-{step}"
 
     def _remote_folder(self, step: int) -> RemotePath | None:
-        """The folder next to the checkpoints if they are in object storage, else None."""
+        """Return the folder next to the checkpoints in object storage; None if they are local."""
         folder = self._manager.folder
         return None if isinstance(folder, Path) else folder / EXPORTS / f"step-{step}"
 

@@ -1,8 +1,8 @@
-"""Fuse elementwise parts of a step into one generated kernel each on CUDA, also without compile.enable.
+"""Fuse elementwise parts of a step into one generated kernel each on CUDA, even without compile.enable.
 
-Eager PyTorch reads and writes all elements once per operator. An enabled part is compiled by inductor into
-one kernel that reads its inputs and writes its results once. Parts that are not enabled, other devices and
-regions that are compiled anyway run operator by operator.
+Eager PyTorch reads and writes every element once per operator. inductor compiles an enabled part into a
+kernel that reads its inputs and writes its results once. Parts that are not enabled, other devices, and
+regions that are already compiled run operator by operator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_enabled(part: str) -> bool:
 
 
 class Fused:
-    """A function of tensors that is compiled when its first argument is on CUDA and ``part`` is enabled.
+    """A tensor function that runs compiled if its first argument is on CUDA and ``part`` is enabled.
 
     Attributes:
         compiled: the compiled function, on any device. Shapes are static unless ``dynamic``, so that a

@@ -1,4 +1,4 @@
-"""Detect the hardware of this machine without importing torch, so that checks stay fast. Peak rates are in
+"""Detect this machine's hardware without importing torch, so that checks stay fast. Peak rates are in
 ``metrics/flops.py``."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ R = TypeVar("R")
 
 
 def cores() -> int:
-    """Cores that this process may use, which a job or a container can limit."""
+    """Number of CPU cores available to this process (its CPU affinity, where the OS reports it)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> dict[str, list[str]]:
-    """The words that Linux has for a processor, by their names in /proc/cpuinfo; none elsewhere."""
+    """Return the fields of /proc/cpuinfo for a processor, as lists of words; empty outside Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -32,12 +32,12 @@ def processor() -> dict[str, list[str]]:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Return whether this CPU has instructions for it; without them bfloat16 is slower than float32."""
+    """Return whether this CPU has bfloat16 instructions; without them bfloat16 is slower than float32."""
     return not {"amx_bf16", "avx512_bf16"}.isdisjoint(processor().get("flags", []))
 
 
 def lacks_cpp_compiler() -> str | None:
-    """The rule that is broken where torch's inductor cannot compile code for a CPU, or None."""
+    """Return the broken rule if torch's inductor cannot compile code for the CPU, else None."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler):
         return None
@@ -45,7 +45,7 @@ def lacks_cpp_compiler() -> str | None:
 
 
 def lacks_c_compiler() -> str | None:
-    """The rule that is broken where Triton, which compiles for GPUs, cannot build its launchers, or None."""
+    """Return the broken rule if Triton, the GPU compiler, cannot build its launchers, else None."""
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     if any(map(shutil.which, compilers)):
         return None
@@ -54,13 +54,13 @@ def lacks_c_compiler() -> str | None:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Accelerators of a machine, or its CPU.
+    """The accelerators of a machine, or its CPU.
 
     Attributes:
         device: "cuda" or "cpu".
-        count: processes that a launch starts by default.
+            count: default number of processes of a launch.
         capability: lowest CUDA compute capability, 0 on a CPU.
-        memory: bytes of the smallest GPU, 0 on a CPU.
+            memory: bytes of the smallest GPU's memory, 0 on a CPU.
     """
 
     device: str
@@ -72,7 +72,7 @@ class Hardware:
 
 
 def _visible_gpus() -> list[tuple[str, float, int]]:
-    """(name, compute capability, bytes) of each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Return (name, compute capability, bytes of memory) of each GPU visible under CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -91,7 +91,7 @@ def _visible_gpus() -> list[tuple[str, float, int]]:
 
 
 def _select_gpus(rows: list[list[str]], names: list[str]) -> list[list[str]]:
-    """The GPUs with these indices or UUID prefixes, up to the first that matches none, as CUDA does."""
+    """Select GPUs by index or UUID prefix; like CUDA, stop at the first name that matches none."""
     found: list[list[str]] = []
     for name in map(str.strip, names):
         matches = [row for row in rows if name and (row[0] == name or row[1].startswith(name))]
@@ -106,7 +106,7 @@ _simulated: str | None = None
 
 @contextmanager
 def simulate(device: str) -> Iterator[None]:
-    """Let fake tensors on the CPU stand for tensors on the device type ``device``."""
+    """Make fake tensors on the CPU represent tensors on the device type ``device``."""
     global _simulated
     before, _simulated = _simulated, device
     try:
@@ -116,13 +116,13 @@ def simulate(device: str) -> Iterator[None]:
 
 
 def is_simulated() -> bool:
-    """Report whether tensors are fake and stand for those of :func:`simulate`."""
+    """Report whether tensors are fake, inside :func:`simulate`."""
     return _simulated is not None
 
 
 def cached_tensors(function: Callable[..., R]) -> Callable[..., R]:
-    """Cache the last 16 results of a function that makes tensors, but none while tensors are simulated: those
-    are fake, and what is read from them is arbitrary."""
+    """Cache the last 16 results of a function that creates tensors. Simulated tensors are not cached: they
+    are fake, and values read from them are arbitrary."""
     cached = functools.lru_cache(maxsize=16)(function)
 
     @functools.wraps(function)
@@ -133,7 +133,7 @@ def cached_tensors(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def device_type(actual: str) -> str:
-    """The simulated device type, else the ``actual`` one."""
+    """Return the simulated device type, or ``actual`` if none is simulated."""
     return _simulated or actual
 
 

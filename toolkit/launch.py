@@ -2,15 +2,15 @@
 
     NGPU=8 python -m toolkit.launch --job.config_file FILE [--table.key value …]
 
-Every argument belongs to ``toolkit.train``; the launch itself is described by environment variables
-(:func:`launch_from`). The configuration is checked here, before any rank starts. With SAMPLE, a finished run
-shows how its model continues that text.
+All arguments belong to ``toolkit.train``; environment variables describe the launch (:func:`launch_from`).
+The configuration is checked before any rank starts. If SAMPLE is set, a finished run prints the model's
+continuation of that text.
 
-The ranks of one node meet at a port of their own; launchers of several nodes have a rendezvous, and restart
-after a failure, in ``launcher/nodes.py``. Nothing here needs torch: for two empty ranks
-torchrun takes 2.5 s on a 2-core machine, most of it its own imports, and this 0.4 s (benchmarks/startup.py).
-torchrun, which can start ``toolkit.train`` too, would also turn every exit code into 1, die of SIGUSR1 and
-kill the ranks 30 s into a save.
+The ranks of a single-node run rendezvous at a port of their own. With several nodes, the launchers rendezvous
+and restart after failures (``launcher/nodes.py``). Nothing here imports torch: starting two empty ranks on a
+2-core machine takes torchrun 2.5 s, most of it its own imports, and this launcher 0.4 s
+(benchmarks/startup.py). torchrun can start ``toolkit.train`` too, but turns every exit code into 1, is
+killed by SIGUSR1, and kills the ranks 30 s into a save.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__":
-    # Until something listens, Ctrl-C simply ends the process: a traceback out of an import would say nothing.
+    # Until handlers are installed, Ctrl-C just ends the process: a traceback out of an import helps nobody.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import os
@@ -54,8 +54,8 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
     """Read NGPU, LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and SHUTDOWN_TIMEOUT.
 
     Raises:
-        ConfigError: a value is invalid, there are more ranks than GPUs, a node does not know the
-            address of the first, or several tasks of srun would each launch a run.
+            ConfigError: a value is invalid, there are more ranks than GPUs, a node lacks the address of node
+                0, or several srun tasks would each launch a run.
     """
     if not environ.get("NNODES", "").strip() and (tasks := slurm_tasks(environ)) > 1:
         raise environment_error(
@@ -79,7 +79,7 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
         rule = f"with NNODES = {nodes} it is below {nodes}"
         fix = "" if "NNODES" in environ else "set NNODES to the number of nodes, or unset NODE_RANK"
         raise environment_error("NODE_RANK", str(node_rank), rule, fix)
-    address, port = "127.0.0.1", 0  # whatever an outer job exports: runs on one node do not meet
+    address, port = "127.0.0.1", 0  # single-node runs ignore what an outer job exports, so none collide
     if nodes > 1:
         address, port = _meeting(environ)
         if not address:
@@ -98,21 +98,21 @@ def launch_from(environ: Mapping[str, str], hardware: Hardware) -> Launch:
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The address and the port of node 0.
+    """Return the address and port of node 0.
 
     Raises:
-        ConfigError: the address has a port too, or MASTER_PORT is none.
+        ConfigError: the address contains a port, or MASTER_PORT is not a port.
     """
     address = environ.get("MASTER_ADDR", "")
     host, colon, port = address.partition(":")
-    if colon and ":" not in port:  # as an IPv6 address has
+    if colon and ":" not in port:  # more colons are an IPv6 address
         fix = f"set MASTER_ADDR={host} MASTER_PORT={port}"
         raise environment_error("MASTER_ADDR", address, "it is a host without a port", fix)
     return address, whole_number(environ, "MASTER_PORT", 29500, 1, 65535)
 
 
 def _stay_away(error: ToolkitError) -> None:
-    """Report to node 0, if the environment has its address, that this node does not come."""
+    """Report to node 0, if the environment has its address, that this node will not join."""
     with suppress(ConfigError):
         node, (address, port) = whole_number(os.environ, "NODE_RANK", 0, 0), _meeting(os.environ)
         if node and address:
@@ -122,7 +122,7 @@ def _stay_away(error: ToolkitError) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the configuration that ``argv`` describes, tokenize its corpus, then run ``toolkit.train``."""
+    """Check the configuration of ``argv``, tokenize its corpus, then run ``toolkit.train``."""
     try:
         with stop_at_once():
             config = preflight.load(argv, lambda valid: _check(valid, argv))
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(config: Config, argv: Sequence[str]) -> tuple[Hardware, Launch]:
-    """Detect the hardware and read the launch. A dry run, which needs torch, is one process."""
+    """Detect the hardware and read the launch settings. A dry run needs torch and runs in one process."""
     if config.is_dry:
         os.execv(sys.executable, [sys.executable, "-m", "toolkit.train", *argv])
     hardware = preflight.hardware_of(config)
@@ -180,14 +180,14 @@ def _plan(config: Config, argv: Sequence[str]) -> tuple[Hardware, Launch]:
 
 
 def _check(config: Config, argv: Sequence[str]) -> None:
-    """Check the valid settings of a configuration that has others."""
+    """Check the valid settings of a configuration in which others are invalid."""
     hardware, launch = _plan(config, argv)
-    if not config.parallelism.elastic_meshes:  # which change the mesh of a launch
+    if not config.parallelism.elastic_meshes:  # they change the mesh of a launch
         preflight.raise_problems(config, world_size=launch.world_size, hardware=hardware)
 
 
 def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:
-    """Tokenize the corpus, and leave in the environment what the ranks are to know."""
+    """Tokenize the corpus, and pass the tokenized data and the device to the ranks in the environment."""
     data = open_data(config, progress=True)
     os.environ |= {CHECKED_DEVICE: hardware.device, TOKENS: data.text()}
     ranks = f"{launch.processes} ranks" if launch.processes > 1 else "1 rank"
@@ -196,7 +196,7 @@ def _prepare(config: Config, launch: Launch, hardware: Hardware) -> None:
 
 
 def _show_text(config: Config, prompt: str) -> None:
-    """Print a continuation of ``prompt`` by the trained model, and the command for more."""
+    """Print the trained model's continuation of ``prompt``, and the command to generate more."""
     from toolkit.checkpoint.manifest import committed_steps
 
     saved = expand_user(config.checkpoint.folder, inside=expand_user(config.job.dump_folder))

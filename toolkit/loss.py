@@ -1,9 +1,9 @@
-"""Cross-entropy in at least fp32, in chunks so that the logits of all tokens never exist at once.
+"""Cross-entropy in at least fp32, computed in chunks so that the logits of all tokens never exist at once.
 
 Logits are the largest tensor of a training step: 4 GiB in fp32 for 8,192 tokens and a vocabulary of 128,256.
 Each chunk saves only its hidden states and recomputes its logits in backward, at the cost of one more matmul
-of the head; memory does not grow with the sequence. A frozen head needs no recomputation: the gradient of the
-hidden states is computed in forward.
+of the head; logits memory is independent of the sequence length. A frozen head needs no recomputation:
+forward computes the gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ IGNORED_LABEL = -100
 
 
 def token_losses(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """−log softmax(logits)[label] of each token, 0 where the label is −100: (T,), in at least fp32 (fp64
-    stays fp64)."""
+    """Return −log softmax(logits)[label] of each token, (T,), in at least fp32 (fp64 stays fp64); 0 where the
+    label is −100."""
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="none")
 
 
 def linear_losses(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """:func:`token_losses` of the logits h Wᵀ (T, V), which are stored once, in the dtype of ``h_TD``.
+    """Return :func:`token_losses` of the logits h Wᵀ (T, V), which are stored once, in the dtype of ``h_TD``.
 
-    Forward overwrites the logits with their gradient, chunk by chunk in at least fp32. For a frozen weight it
-    computes the gradient of ``h_TD`` right away, and nothing of size V is saved.
+    Forward overwrites the logits with their gradient, chunk by chunk in at least fp32. If the weight is
+    frozen, forward also computes the gradient of ``h_TD``, and no tensor of size V is saved.
     """
     if torch.is_grad_enabled() and h_TD.requires_grad and not weight_VD.requires_grad:
         return _FrozenHeadLosses.apply(h_TD, weight_VD, labels_T)
@@ -71,8 +71,8 @@ class _LossesInPlace(torch.autograd.Function):
 
 
 CHUNK_LOGITS = {"cuda": 1 << 27}
-"""Number of logits that are in fp32 at once; other devices take 1 << 17 per thread, which fit into a core's
-cache with their copies."""
+"""Number of logits in fp32 at a time; other devices use 1 << 17 per thread, so that they and their copies fit
+in a core's cache."""
 
 
 def _row_chunks(x: Tensor) -> Iterator[slice]:
@@ -84,7 +84,7 @@ def _row_chunks(x: Tensor) -> Iterator[slice]:
 def _scale_rows(x: Tensor, by_T: Tensor) -> Tensor:
     """Scale each row of ``x`` in place, in the dtype of ``by_T``, and return it."""
     if by_T.numel() and by_T.stride(0) == 0 and device_type(x.device.type) not in CHUNK_LOGITS:
-        return x.mul_(by_T[0])  # the gradient of a sum; a CPU multiplies and rounds once, in one pass
+        return x.mul_(by_T[0])  # the gradient of a sum; a CPU multiplies and rounds in one pass
     if _fused_scale_rows.applies_to(x):
         return _fused_scale_rows(x, by_T)
     for chunk in _row_chunks(x):
@@ -96,7 +96,7 @@ _fused_scale_rows = Fused("loss", lambda x, by_T: x.copy_(x.to(by_T.dtype) * by_
 
 
 def _losses_in_place(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """:func:`token_losses`; overwrites the logits with the gradient of their sum."""
+    """Return :func:`token_losses` and overwrite the logits with the gradient of the sum."""
     if _fused_losses_in_place.applies_to(logits_TV):
         return _fused_losses_in_place(logits_TV, labels_T)
     return torch.cat([_chunk_losses_in_place(logits_TV[it], labels_T[it]) for it in _row_chunks(logits_TV)])
@@ -117,8 +117,8 @@ def _chunk_losses_in_place(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _one_pass_losses_in_place(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """:func:`_chunk_losses_in_place` for fusion: it compares for the label's entry, because a scatter would
-    need the intermediate stored."""
+    """Variant of :func:`_chunk_losses_in_place` for fusion: it finds the label's entry by comparison, because
+    a scatter would store the intermediate result."""
     precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     counted_T1 = (labels_T != IGNORED_LABEL)[:, None]
     shifted_TV = precise_TV - precise_TV.amax(-1, keepdim=True)
@@ -142,10 +142,11 @@ def chunked_loss(
     chunk_tokens: int,
     recompute: bool = True,
 ) -> Tensor:
-    """``loss(hidden, weight, labels)`` of each token (T,), in chunks of at most ``chunk_tokens`` tokens.
+    """Return ``loss(hidden, weight, labels)`` of each token (T,), in chunks of at most ``chunk_tokens``
+    tokens.
 
-    Backward recomputes each chunk, except for a single one (also ``chunk_tokens=0``) and without
-    ``recompute``, for a loss that saves nothing of the size of the logits.
+    Backward recomputes each chunk, unless there is only one (``chunk_tokens=0`` forces one) or ``recompute``
+    is False, for a loss that saves no tensor of the size of the logits.
     """
     if chunk_tokens <= 0 or len(labels_T) <= chunk_tokens:
         return loss(hidden_TD, weight_VD, labels_T)

@@ -14,11 +14,11 @@ class StepResult:
     """Results of a global batch.
 
     Attributes:
-        loss: mean per token in nats, or the objective's mean.
-        grad_norm: norm before clipping.
+            loss: mean loss per token in nats, or the objective's mean.
+            grad_norm: gradient norm before clipping.
         tokens: number of valid labels.
         stop: True if any rank asked to stop after this step.
-        reported: further values of the objective and the blocks.
+            reported: additional values of the objective and the blocks.
     """
 
     loss: float
@@ -31,8 +31,8 @@ class StepResult:
 class StepHook:
     """Base class of step hooks; every method is empty by default.
 
-    A hook is entered before the first step and exited after the last one, with the exception that ended the
-    run, if any. Every rank calls the same hooks in the same order.
+    A hook is entered before the first step and exited after the last, with the exception that ended the run,
+    if any. Every rank calls the same hooks in the same order.
     """
 
     def __enter__(self) -> StepHook:
@@ -50,9 +50,10 @@ class StepHook:
         """Called after the update, before anything is logged, validated or saved."""
 
     def during(self, name: str) -> AbstractContextManager[object]:
-        """Context around work outside the step itself: "data", "validation", "checkpoint" and others."""
+        """Return a context for work outside the step itself: "data", "validation", "checkpoint" and
+        others."""
         return nullcontext()
 
     def log_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the ``values`` of a logged step with those of the hook added."""
+        """Return the ``values`` of a logged step, with the hook's values added."""
         return values

@@ -88,7 +88,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
 
 
 def _data(config: Config, *, progress: bool) -> RunData:
-    """The data that the launcher prepared; without a launcher each rank opens it."""
+    """Return the data prepared by the launcher; without a launcher each rank opens it."""
     if SUPERVISED in os.environ and (prepared := os.environ.get(TOKENS)):
         return from_text(prepared)
     from toolkit.data.build import open_data
@@ -97,7 +97,7 @@ def _data(config: Config, *, progress: bool) -> RunData:
 
 
 def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
-    """Set expandable segments in torch's CUDA allocator, which reduces fragmentation.
+    """Enable expandable segments in torch's CUDA allocator to reduce fragmentation.
 
     Settings in the environment take precedence. Call before torch is imported.
     """
@@ -106,7 +106,7 @@ def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
 
 
 def _load(argv: Sequence[str]) -> Config:
-    """Load the config; if settings are invalid, check the others too."""
+    """Load the config. If some settings are invalid, check the others too."""
     from toolkit import preflight
 
     def check(config: Config) -> None:
@@ -121,7 +121,7 @@ def _load(argv: Sequence[str]) -> Config:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the training that ``argv`` describes and return the exit code."""
+    """Run the training configured by ``argv`` and return the exit code."""
     rank, faults = 0, None
     checked = os.environ.get(CHECKED_DEVICE, "")
     try:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
         if config.training.device == "cpu":  # before torch initializes CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         use_expandable_segments(os.environ)
-        if SUPERVISED not in os.environ:  # else the launcher has done this
+        if SUPERVISED not in os.environ:  # otherwise the launcher has done this
             from toolkit import preflight
 
             hardware = preflight.hardware_of(config)
@@ -158,8 +158,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _train(config, faults, checked)
     except ToolkitError as error:
-        # Only this rank may have failed to read data or to find a device or memory; all ranks raise other
-        # errors.
+        # Failing to read data, or to find a device or memory, may happen on this rank alone; all ranks raise
+        # other errors.
         alone = isinstance(error, DataError | DeviceError | OutOfMemory)
         return report(error, show=alone or tells_for_all(os.environ, environment), debug=debug)
     except Exception as error:
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit with ``code``; after a failure skip the interpreter's cleanup, which waits for hanging
+    """Exit with ``code``. After a failure, skip the interpreter's cleanup, which would wait for hanging
     collectives."""
     if code in (EXIT_FINISHED, EXIT_REQUEUE):
         sys.exit(code)
@@ -183,6 +183,6 @@ def _exit(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     standard_streams.protect()
-    # Imports create no garbage and are slower while it is collected; training collects it at set steps.
+    # Imports create no garbage, and collection slows them down; training collects at fixed steps.
     gc.disable()
     _exit(main(sys.argv[1:]))

@@ -1,9 +1,8 @@
 """Train on one global batch: count its tokens, accumulate gradients over micro-batches, clip, update.
 
-The loss of a micro-batch is the *sum* over its tokens divided by the number of valid tokens (or of whatever
-the objective is a mean over) in the global batch, on all ranks and in all micro-batches, which one small
-all-reduce counts before the first backward. Gradients are therefore plain sums, the same for every split of
-the batch.
+The loss of a micro-batch is the *sum* over its tokens divided by the number of valid tokens (or the
+objective's divisor) in the global batch, on all ranks and in all micro-batches. A small all-reduce computes
+that number before the first backward. Gradients are therefore plain sums, independent of the batch split.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ if TYPE_CHECKING:  # imported only by runs that use them
 class TrainState:
     """Progress of a run.
 
-    The learning rate schedule counts steps from ``schedule_start``, which differs from 0 if a part of the
-    checkpoint was not loaded: it is negative if the step was excluded, so that the run counts from 0 and the
-    schedule continues.
+    The learning rate schedule counts steps from ``schedule_start``. It is nonzero if a part of the checkpoint
+    was not loaded, and negative if the step was excluded: the run counts from 0, but the schedule continues.
     """
 
     step: int = 0
@@ -53,8 +51,8 @@ class TrainState:
 class TrainStep:
     """One training step, called with this rank's micro-batches of a global batch.
 
-    With ``in_backward`` the optimizer is a :class:`StepInBackward`, which needs a single micro-batch and an
-    infinite ``max_norm``.
+    With ``in_backward`` the optimizer is a :class:`StepInBackward`, which requires a single micro-batch and
+    an infinite ``max_norm``.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class TrainStep:
             "the preflight rejects clipping after the update"
         )
         self.limits = FINITE, FINITE  # largest loss and gradient norm of an accepted batch
-        self.guard: Guard | None = None  # handles rejected batches; without one the run ends
+        self.guard: Guard | None = None  # handles rejected batches; without a guard they end the run
         self.updates_ahead = False
         if self.in_backward is None:
             from toolkit.optim.update_ahead import can_update_ahead
@@ -87,7 +85,7 @@ class TrainStep:
     ) -> StepResult:
         """Run the step and return its global loss, gradient norm (before clipping) and token count.
 
-        ``stop`` asks to end the run; it is reduced together with the token count.
+        ``stop`` requests the end of the run; it is reduced together with the token count.
 
         Raises:
             TrainingError: the loss or the gradient norm is not finite, or the guard ends the run; parameters
@@ -131,10 +129,10 @@ class TrainStep:
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
 
     def _read(self, measured: Tensor) -> list[float]:
-        """Copy the norm, two counts, the loss and other reported values to the host.
+        """Copy the gradient norm, two counts, the loss and other reported values to the host.
 
-        This is the only synchronization of a step: a non-finite gradient must not reach the parameters, and
-        all ranks must know who asks to stop.
+        This is the step's only synchronization. It is needed because a nonfinite gradient must not reach the
+        parameters, and all ranks must know of a stop request.
         """
         if not self.updates_ahead:
             return cast("list[float]", measured.tolist())

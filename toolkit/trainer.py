@@ -1,4 +1,4 @@
-"""The training loop: folder, mesh, model, data, checkpoint, then all steps."""
+"""The training loop: set up the folder, mesh, model, data and checkpoint, then run all steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """One run: built from a configuration, resumed from the newest checkpoint, trained to the last step.
+    """One run: built from a configuration, resumed from the newest checkpoint, and trained to the last step.
 
     Needs a process group. After :meth:`train`, ``history`` contains the logged values of this process.
     ``hooks`` are called around each step; add more before calling :meth:`train`.
@@ -119,7 +119,7 @@ class Trainer:
             self.device,
             param_dtype=self.param_dtype,
             seed=self.seed,
-            # Initial values that would be overwritten are skipped: generating them takes longer than loading.
+            # Skip initialization that loading would overwrite: generating values takes longer than loading.
             pretrained=pretrained_folder(config) is not None,
             weighted=self.data.weighted,
         )
@@ -155,8 +155,9 @@ class Trainer:
         )  # fmt: skip
 
     def count_steps(self) -> int:
-        """Total steps of the run. With epochs, the steps so far plus those for the remaining samples, because
-        earlier steps may have had another batch size or may have been rolled back."""
+        """Return the total steps of the run. With epochs, they are the finished steps plus those for the
+        remaining samples, because earlier steps may have had another batch size or may have been rolled
+        back."""
         training = self.config.training
         if not training.epochs:
             return training.steps
@@ -164,10 +165,10 @@ class Trainer:
         return self.train_state.step + max(0, -(-left // self.batch.total))
 
     def _check_rates(self) -> None:
-        """Check the learning rate of every step, as the preflight does if it knows their number.
+        """Check the learning rate of every step, as the preflight does if it knows the number of steps.
 
         Raises:
-            ConfigError: a custom schedule returns no rate of at least 0 for a step.
+            ConfigError: a custom schedule returns an invalid rate, such as a negative one.
         """
         done = self.train_state.step - self.train_state.schedule_start
         left = range(done + 1, self.total_steps - self.train_state.schedule_start + 1)
@@ -236,7 +237,7 @@ class Trainer:
                 self._log_step(result)
             if step == first:
                 process_group.set_timeout(self.config.comm.train_timeout_seconds, except_for=self.file_group)
-            # After a stop request time is short: save first, without validating.
+            # A stop request leaves little time: save first, without validating.
             stop = result.stop
             if self.validation and self.validation.due(step, last=last) and not stop:
                 stop = self._validate(self.validation, speed, request, last=last)
@@ -251,8 +252,7 @@ class Trainer:
         return self._report_finished() if state.step == self.total_steps else self._report_stop(request)
 
     def resume_data(self, samples: int) -> None:
-        """Continue at sample ``samples`` of the data after a checkpoint was loaded into the running
-        trainer."""
+        """Resume the data at sample ``samples`` after the running trainer loaded a checkpoint."""
         history, step = self.history, self.train_state.step
         self.loader.load_state_dict({**self.loader.state_dict(), "samples": samples})
         self._batches = iter(self.loader)
@@ -306,7 +306,7 @@ class Trainer:
     def _validate(
         self, validation: Validator, speed: SpeedMeter, request: StopRequest, *, last: bool = False
     ) -> bool:
-        """Validate; True if it was cut short because a rank was asked to stop."""
+        """Validate; return True if a stop request cut it short."""
         with speed.exclude("validation"):
             values = validation.run(self.train_state, last=last, stop=lambda: request.asked)
         self.compile_clock()  # compilation during validation is already excluded with it
@@ -337,8 +337,8 @@ class Trainer:
             self.log.say(f"resumed after step {state.step}, {state.tokens:,} tokens")
 
     def _startup_messages(self) -> Iterator[str]:
-        """Messages about what only the tokenized corpus tells: its length, and the shares of a mixture over
-        all steps."""
+        """Return messages that need the tokenized corpus: its length, and each corpus's share of a
+        mixture."""
         epochs = self.config.training.epochs
         if epochs:
             yield (

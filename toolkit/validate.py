@@ -1,4 +1,4 @@
-"""Compute the training loss, without gradients, on held-out corpora, and the scores of a classifier."""
+"""Compute the training loss on held-out corpora, without gradients, and the scores of a classifier."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from toolkit.train_step import TrainState
 
 
 class Validator:
-    """Validates a run: on its held-out corpus and, before the first step and after the last, on the base
-    corpus, if there is one."""
+    """Validates a run on its held-out corpus and, before the first and after the last step, on the base
+    corpus if there is one."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Validator:
         return last or (step % self._options.freq == 0 if step else self._pretrained)
 
     def run(self, state: TrainState, *, last: bool, stop: Callable[[], bool]) -> dict[str, float] | None:
-        """Validate after the step of ``state`` and record the best and the initial losses there.
+        """Validate after the step of ``state``, and record the best and the initial losses in it.
 
         Returns the values to report, or None if ``stop`` returned True on some rank before the end.
         """
@@ -73,12 +73,12 @@ class Validator:
         return values
 
     def initial_losses(self, state: TrainState) -> dict[str, float]:
-        """Losses before the first step, as far as they were measured on the same samples."""
+        """Return the losses before the first step that were measured on the same samples."""
         return {name: state.before[key] for name, key in self._compared.items() if key in state.before}
 
     @property
     def _compared(self) -> dict[str, str]:
-        """Losses that are reported before and after training, with the identity of their samples."""
+        """Return the losses reported before and after training, with the identity of their samples."""
         loaders = {"validation_loss": self.loader, "base_corpus_loss": self._base}
         return {name: f"{name} of {loader.identity}" for name, loader in loaders.items() if loader}
 
@@ -93,11 +93,11 @@ def validate(
     stop: Callable[[], bool] = lambda: False,
     objective: Objective | None = None,
 ) -> dict[str, float] | None:
-    """Mean "loss" per token in nats, or the means of the objective, over the micro-batches of all ranks.
+    """Return the mean "loss" per token in nats, or the objective's means, over all ranks' micro-batches.
 
-    Takes at most ``limit`` micro-batches per rank; every rank must have the same number of them, because each
-    gathers the sharded parameters. ``objective`` replaces that of the run. Returns None if ``stop`` returned
-    True on some rank before the end.
+    At most ``limit`` micro-batches per rank are used. Every rank must have the same number of them, because
+    each one gathers the sharded parameters. ``objective`` replaces the run's objective. Returns None if
+    ``stop`` returned True on some rank before the end.
     """
     for model in model_parts.models:
         model.eval()
@@ -124,7 +124,7 @@ def validate(
 
 
 class _NextToken(Objective):
-    """Next-token loss, also for models whose objective needs the loss of each token."""
+    """Next-token loss, including models whose objective needs per-token losses."""
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return super().__call__(output.sum(), batch)
@@ -133,8 +133,8 @@ class _NextToken(Objective):
 def base_corpus_loss(
     model_parts: ModelParts, batches: Iterable[MicroBatch], **options: Any
 ) -> dict[str, float]:
-    """Loss (nats per token) and perplexity of the model, with its adapter, on text that it is not trained on;
-    empty if stopped before the end. ``options`` are those of :func:`validate`."""
+    """Return loss (nats per token) and perplexity, with the adapter, on a corpus that is not trained on;
+    empty if stopped before the end. ``options`` are passed to :func:`validate`."""
     result = validate(model_parts, batches, objective=_NextToken(), **options)
     if result is None:
         return {}
@@ -143,10 +143,10 @@ def base_corpus_loss(
 
 
 def classifier_scores(model_parts: ModelParts, *, classes: int, device: torch.device) -> dict[str, float]:
-    """Accuracy and macro F1 of a classifier's predictions since the last call, over all ranks.
+    """Return accuracy and macro F1 of a classifier's predictions since the last call, over all ranks.
 
-    Macro F1 is scikit-learn's: the mean over classes with a label or a prediction of 2 · correct predictions
-    / (predictions + labels).
+    Macro F1 is scikit-learn's: the mean of 2 · correct predictions / (predictions + labels) over the classes
+    that have a label or a prediction.
     """
     from toolkit.models.common.classification_head import ClassificationHead
 

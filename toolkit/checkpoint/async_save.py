@@ -1,7 +1,7 @@
 """Asynchronous checkpoints: training continues while a thread writes copies of the tensors.
 
-The copies take as much host memory as the rank's part of the checkpoint. They are allocated at the first save
-and reused; in pinned memory torch rounds each tensor up to a power of two.
+The copies take as much host memory as the rank's share of the checkpoint. They are allocated at the first
+save and reused; in pinned memory, torch rounds each tensor up to a power of two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BackgroundWriter:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors on the CPU, with the same sharding; valid until the next call."""
+        """Return CPU copies of the tensors, with the same sharding; valid until the next call."""
         shards = {name: local(tensor) for name, tensor in tensors.items()}
         self._copies = {name: self._buffer(name, shard) for name, shard in shards.items()}
         for name, shard in shards.items():
@@ -44,7 +44,7 @@ class BackgroundWriter:
         }
 
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
-        """Return the last copy of this name, or a new buffer if it does not fit."""
+        """Return the previous copy of this name, or a new buffer if that does not fit."""
         copy = self._copies.get(name)
         if copy is not None and (copy.shape, copy.dtype) == (shard.shape, shard.dtype):
             return copy
@@ -64,7 +64,7 @@ class BackgroundWriter:
             self._failure = error
 
     def finish(self, *, wait: bool) -> None:
-        """Raise the error of the last write if it has ended; ``wait`` blocks until then."""
+        """Raise the error of the last write if it has ended; with ``wait``, block until it ends."""
         if self._thread is None or (self._thread.is_alive() and not wait):
             return
         self._thread.join()

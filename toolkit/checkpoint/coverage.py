@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 def coverage_problem(
     tensors: Mapping[str, TensorStorageMetadata], stored: Mapping[MetadataIndex, Any]
 ) -> str | None:
-    """Return a problem of the chunks of ``tensors`` or of their ``stored`` locations, or None."""
+    """Return a problem with the chunks of ``tensors`` or with their ``stored`` locations, or None."""
     for name, entry in tensors.items():
         if not all(_lies_inside(chunk, entry.size) for chunk in entry.chunks):
             return f"a chunk of {name} is outside its shape {tuple(entry.size)}"
@@ -39,8 +39,8 @@ def _lies_inside(chunk: ChunkStorageMetadata, shape: Sequence[int]) -> bool:
 def _tiles(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether ``chunks`` tile ``shape`` exactly.
 
-    Each corner of a box is weighted with the product of +1 per start and -1 per end coordinate. Boxes tile
-    another box if and only if the sums of their weights equal those of the other box.
+    Each corner of a box has the product of +1 per start and -1 per end coordinate as its weight. Boxes tile
+    another box if and only if the sums of their weights equal the weights of the other box.
     """
     corners: Counter[tuple[int, ...]] = Counter()
 

@@ -44,14 +44,14 @@ from toolkit.io.tensor_file import FilePart, SavedFile, TensorPlace, read_region
 METADATA = ".metadata"
 _MAX_DIMENSIONS = 8
 _PROPERTIES = 5
-"""Number of properties of a tensor in a ``.metadata``, without the strides."""
+"""Number of tensor properties in a ``.metadata``, without the strides."""
 _CHUNK = 4 << 20
-"""Bytes that are hashed, then written while still in the CPU cache."""
+"""Number of bytes to hash, then write while they are still in the CPU cache."""
 Files = dict[str, dict[str, Any]]
 
 
 class _HashingStream:
-    """A binary file that computes the hash and the length of the data written to it."""
+    """A binary file that hashes and counts the bytes written to it."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -90,7 +90,7 @@ class _HashingStream:
 
 
 class HashingFileSystem(FileSystem):
-    """Records size and hash of each file it writes in ``written``, by name."""
+    """Records size and hash of each written file in ``written``, by name."""
 
     def __init__(self) -> None:
         self.written: Files = {}
@@ -110,7 +110,7 @@ class HashingFileSystem(FileSystem):
 
 
 class RemoteFileSystem(HashingFileSystem):
-    """Writes files under their final names, which DCP would write under temporary names and rename."""
+    """Writes files under their final names; DCP would write temporary names and rename them."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
@@ -143,7 +143,7 @@ class ContiguousSavePlanner(DefaultSavePlanner):
 
 
 class WriteResults(list[WriteResult]):
-    """A rank's write results for DCP, with its files attached."""
+    """A rank's write results for DCP, with the rank's files attached."""
 
     files: Files
 
@@ -152,7 +152,7 @@ class CommittingWriter(FileSystemWriter):
     """Writes into ``folder`` and calls ``commit(files, metadata)`` on rank 0 once all ranks have synced.
 
     ``files`` maps the names of all ranks' files to size and hash. DCP propagates exceptions of ``commit`` to
-    every rank. It runs inside DCP's ``finish``, therefore also in a background save.
+    every rank. ``commit`` runs inside DCP's ``finish``, so also in a background save.
     """
 
     def __init__(self, folder: Path, commit: Callable[[Files, Metadata], None]):
@@ -183,7 +183,7 @@ class CommittingWriter(FileSystemWriter):
         self._commit(files, metadata)
 
 
-# The classes in a .metadata of tensors. None executes code from the file when it is constructed.
+# The classes in a .metadata of tensors. Constructing them executes no code from the file.
 _DTYPES = {name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)}
 _ALLOWED = {
     ("torch", "Size"),
@@ -207,7 +207,7 @@ _ALLOWED = {
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """Replace ``getattr`` in a pickle, with which Python 3.11.0 to 3.11.3 write enum members."""
+    """Replace ``getattr`` in a pickle; Python 3.11.0 to 3.11.3 write enum members with it."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise CheckpointError("it refers to builtins.getattr, which no checkpoint of tensors needs")
     return kind[name]
@@ -228,7 +228,7 @@ class _MetadataUnpickler(PlainUnpickler):
         return plain and type(key.index) in (int, type(None))
 
     def load_build(self) -> None:
-        # torch 2.15 adds strides, which older releases do not accept and reading does not need.
+        # torch 2.15 adds strides, which older releases reject and reading does not need.
         if isinstance(self.stack[-2], TensorProperties):
             properties = self.stack[-1]
             if len(properties) not in (_PROPERTIES, _PROPERTIES + 1):
@@ -245,9 +245,9 @@ def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metad
     """Read DCP's index of the checkpoint in ``folder`` without executing code from it.
 
     Raises:
-        CheckpointError: it contains anything but plain tensor metadata, has items that are not tensors
-            (loading them would unpickle them), refers to files outside the manifest's ``files``, or does not
-            cover each tensor exactly.
+            CheckpointError: it contains anything except plain tensor metadata, has items that are not tensors
+                and would be unpickled on loading, refers to files outside the manifest's ``files``, or does
+                not cover each tensor exactly.
     """
     path = folder / METADATA
     try:
@@ -256,7 +256,7 @@ def read_metadata(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Metad
         problem = _metadata_problem(metadata, files)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is rejected: {error}") from None
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle can raise almost anything
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if problem:
         raise CheckpointError(f"{path} is rejected: {problem}")
@@ -297,11 +297,11 @@ def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 def locate_tensor(
     folder: Path, metadata: Metadata, name: str, number: int, file: Path | None = None
 ) -> TensorPlace:
-    """Locate the elements of a chunk of the tensor ``name`` by a validated index, without reading them.
-    ``file`` replaces the file in the index.
+    """Locate the elements of a chunk of the tensor ``name`` in a validated index, without reading them.
+    ``file`` overrides the index's file.
 
     Raises:
-        CheckpointError: there is no such contiguous tensor.
+            CheckpointError: there is no such tensor, or it is not contiguous.
     """
     entry = tensor_entries(metadata)[name]
     chunk = entry.chunks[number]
@@ -312,7 +312,7 @@ def locate_tensor(
             part = io.BufferedReader(FilePart(stream, stored.offset, stored.length))
             saved = SavedFile(file, part, begin=stored.offset)
             place = saved.place(saved.load())
-    except Exception as error:  # a damaged file raises nearly anything
+    except Exception as error:  # a damaged file can raise almost anything
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     if place.shape != tuple(chunk.sizes) or place.dtype != entry.properties.dtype:
         raise CheckpointError(f"{name} in {file} does not match the chunk in the index; {ADVICE}")
@@ -320,8 +320,8 @@ def locate_tensor(
 
 
 class VerifiedReader(FileSystemReader):
-    """Reads tensors by an index that :func:`read_metadata` validated, directly into their destination; DCP
-    would make two copies."""
+    """Reads tensors directly into their destination, where DCP would make two copies. The index has been
+    validated by :func:`read_metadata`."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__("")  # DCP's own reading is overridden
@@ -350,6 +350,6 @@ class VerifiedReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def place(self, index: MetadataIndex) -> TensorPlace:
-        """Locate a chunk, as :func:`locate_tensor` does."""
+        """Locate a chunk like :func:`locate_tensor`."""
         assert index.index is not None, "the planner numbers the chunks"
         return locate_tensor(self.folder, self.metadata, index.fqn, index.index)

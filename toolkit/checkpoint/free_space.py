@@ -18,8 +18,7 @@ from toolkit.errors import CheckpointError
 from toolkit.io.atomic import sync_file, sync_folder
 
 _STATE_FACTOR = 4
-"""Upper bound of a checkpoint's size relative to the model; with the moments of Adam it is three times as
-large."""
+"""Upper bound of a checkpoint's size relative to the model; with Adam's moments the ratio is three."""
 
 
 def check_free_space(
@@ -31,10 +30,11 @@ def check_free_space(
     ranks: Ranks,
     group: dist.ProcessGroup,
 ) -> None:
-    """Check that files can be written to ``folder`` and synced, and that a checkpoint fits. Collective.
+    """Check that ``folder`` is writable and can be synced, and that a checkpoint fits. Collective.
 
-    ``model`` has the tensors of this rank's part of one of ``stages``. ``everything`` returns all tensors of
-    the checkpoint; it is called only if space is scarce, because it creates the optimizer state.
+    ``model`` contains this rank's tensors; ``stages`` is the number of pipeline stages. ``everything``
+    returns all tensors of the checkpoint. It creates the optimizer state, so it is called only if space is
+    scarce.
 
     Raises:
         CheckpointError: on every rank: ``folder`` is not writable, or has too little free space.
@@ -52,7 +52,7 @@ def check_free_space(
 
 
 def checkpoint_bytes(tensors: Iterable[Tensor], *, stages: int, group: dist.ProcessGroup) -> int:
-    """Return the full size of ``tensors`` over all stages, of which the ranks of a stage have shards."""
+    """Return the total size of ``tensors`` over all stages; the ranks of a stage store shards."""
     local_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     total = torch.tensor(float(local_bytes), dtype=torch.float64)
     dist.all_reduce(total, group=group)
@@ -61,7 +61,7 @@ def checkpoint_bytes(tensors: Iterable[Tensor], *, stages: int, group: dist.Proc
 
 def _free_bytes(folder: Path) -> int:
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
-    if not isinstance(folder, Path):  # object storage reports no size
+    if not isinstance(folder, Path):  # object storage does not report free space
         probe.write_new(b"probe")
         probe.unlink()
         return sys.maxsize

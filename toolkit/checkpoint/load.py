@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into existing tensors, with verification."""
+"""Load a checkpoint into existing tensors, with verification."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.checkpoint.manifest import ADVICE, check_files
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, first_few
 
-_SHOWN = 8  # names in a message
+_SHOWN = 8  # maximum number of names in a message
 
 
 def load_tensors(
@@ -30,13 +30,13 @@ def load_tensors(
     verify: bool,
     ranks: Ranks,
 ) -> None:
-    """Load ``tensors`` from ``folder``; see :meth:`toolkit.checkpoint.manager.CheckpointManager.load`.
+    """Load ``tensors`` from ``folder``, as in :meth:`toolkit.checkpoint.manager.CheckpointManager.load`.
 
-    The index is verified first; shards are verified in a thread while they are read, so that the disk is read
+    The index is verified first. Shards are verified in a thread while they are read, so the disk is read only
     once. After an error the contents of ``tensors`` are undefined.
 
     Raises:
-        CheckpointError: the same on every rank.
+            CheckpointError: the same error on every rank.
     """
     files = manifest["files"]
     index = {name: files[name] for name in files if name == METADATA}
@@ -79,13 +79,14 @@ def _reader(folder: Path, metadata: Metadata) -> VerifiedReader:
 
 
 def is_excluded(name: str, exclude: Sequence[str]) -> bool:
-    """Return whether ``name`` is one of ``exclude`` or below one ("optim" has "optim.norm.weight.step")."""
+    """Return whether ``name`` is in ``exclude`` or below an entry ("optim" covers
+    "optim.norm.weight.step")."""
     return any(name == prefix or name.startswith(prefix + ".") for prefix in exclude)
 
 
 def files_to_verify(files: Mapping[str, dict[str, Any]], ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """Return the shards that this rank verifies: those that the same rank wrote, which it probably also
-    reads. Each shard is verified by one rank."""
+    """Return the files that this rank verifies: those written by the same rank, which it probably also reads.
+    Each file is verified by one rank."""
     writers = {name: int(name.split("_")[2]) for name in files if name != METADATA}
     return {name: files[name] for name, writer in writers.items() if writer % ranks.size == ranks.rank}
 
@@ -112,7 +113,7 @@ def _mismatches(
     ]
     if shapes:
         problems.append(f"of another shape: {first_few(shapes, _SHOWN)}")
-    # Each rank of a pipeline has some of the names; those that no rank has are unexpected.
+    # Each rank of a pipeline has only some names; names that no rank has are unexpected.
     names = sorted(stored)
     used_by_any = ranks.any_of([name in targets for name in names])
     tops = {name.partition(".")[0] for name, used in zip(names, used_by_any, strict=True) if used}

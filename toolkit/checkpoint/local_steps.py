@@ -1,4 +1,4 @@
-"""Committing and deleting checkpoints in a local folder, by one rename each.
+"""Commit and delete checkpoints in a local folder, each by one rename.
 
 :mod:`toolkit.checkpoint.remote_steps` has the same functions for object storage. Imports no torch.
 """
@@ -22,7 +22,7 @@ _REPLACED = re.compile(r"(step-\d+)\.replaced-[0-9a-f]+")
 
 
 def temporary_name(final: Path) -> Path:
-    """Return a new path next to ``final`` that is not recognized as a checkpoint."""
+    """Return a new path next to ``final`` that does not look like a checkpoint."""
     return final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
@@ -34,7 +34,7 @@ def begin(final: Path) -> Path:
 
 
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Turn the temporary folder into the checkpoint ``final``, replacing an earlier one."""
+    """Rename the temporary folder to the checkpoint ``final``, replacing any earlier one."""
     with (temporary / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         sync_file(file)
@@ -48,8 +48,8 @@ def discard(temporary: Path) -> None:
 
 
 def delete(folder: Path, step: int) -> None:
-    """Delete the checkpoint of ``step``. It is renamed first, so that it never looks committed half
-    deleted."""
+    """Delete the checkpoint of ``step``. It is renamed first, so that a half-deleted one never looks
+    committed."""
     path = step_folder(folder, step)
     shutil.rmtree(path.rename(temporary_name(path)))
 
@@ -61,10 +61,9 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def clear(folder: Path) -> Iterator[str]:
-    """Remove leftovers, or restore a checkpoint whose replacement was never committed. Yields a message for
-    each.
+    """Remove leftovers; restore a checkpoint whose replacement was not committed. Yields a message for each.
 
-    Also works in a folder of exports, which are named alike.
+    Also works in a folder of exports, whose names are similar.
     """
     for path in leftovers(folder):
         replaced = _REPLACED.fullmatch(path.name)

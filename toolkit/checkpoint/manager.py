@@ -1,8 +1,8 @@
-"""Saving, finding, loading and deleting the checkpoints of a run.
+"""Save, find, load and delete the checkpoints of a run.
 
 A save writes DCP shards into ``step-N.tmp-<id>`` while hashing them, syncs them, adds the manifest and
-commits by one rename. If it is killed at any point, either the previous state or the new one remains, and
-perhaps a ``.tmp-`` folder that the next start removes.
+commits by one rename. If it is killed at any point, either the previous or the new state remains, and
+possibly a ``.tmp-`` folder that the next start removes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class CheckpointManager:
     """The checkpoints in ``folder``.
 
     Every method is collective: all ranks of ``group`` (default: all) call it with the same arguments, except
-    for the tensors. Tensors may be DTensors of any mesh.
+    the tensors. Tensors may be DTensors of any mesh.
 
     Args:
         keep_latest_k: number of committed checkpoints to keep; 0 keeps all.
         keep_every_n: also keep steps that are multiples of this.
         start: also keep this step, to which every start of the run returns.
-        background: writer for asynchronous saves; needs a ``group`` of its own.
+        background: writer for asynchronous saves; needs its own ``group``.
         group: must support CPU tensors (gloo).
-        say: called on rank 0 with a line of text for the user.
+        say: function that rank 0 calls with a line of text for the user.
 
     Attributes:
-        best: also keep this step.
+        best: step to keep in addition.
         saved: steps whose checkpoints this manager has committed.
     """
 
@@ -97,8 +97,8 @@ class CheckpointManager:
 
         Replaces a committed checkpoint of the same step, then deletes old checkpoints. Returns the folder.
 
-        With ``background`` it returns when the tensors and ``run`` are copied, and :meth:`end_save` raises
-        the write's error.
+        With ``background`` it returns once the tensors and ``run`` are copied, and :meth:`end_save` raises
+        the error of the write, if any.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write (disk full, read-only, …). Earlier
@@ -114,11 +114,11 @@ class CheckpointManager:
         return step_folder(self.folder, step)
 
     def end_save(self, *, wait: bool) -> None:
-        """Raise the error of a background save that has ended; ``wait`` blocks until then.
+        """Raise the error of a background save that has ended; with ``wait``, block until it ends.
 
         Raises:
-            CheckpointError: as :meth:`save` does, though not on every rank in the same call. The next method
-                that uses the folder raises it.
+            CheckpointError: as in :meth:`save`, but not necessarily in the same call on every rank: the next
+                method that uses the folder raises it.
         """
         if self.background:
             self.background.finish(wait=wait)
@@ -160,14 +160,15 @@ class CheckpointManager:
         """Load a step (−1: the newest) or any checkpoint folder into ``tensors``, in place. Returns the
         manifest.
 
-        Any layout can load any other's checkpoint. Names below one of ``exclude`` (such as ``optim`` or
-        ``model.output``) keep their values. Top-level names that no rank has in ``tensors``, such as
-        ``optim`` when only ``model`` is loaded, are skipped; all other names must match. ``verify`` checks
-        the hashes of the files, which are divided among the ranks.
+        A checkpoint can be loaded with any parallel layout. Names in ``exclude`` or below its entries (such
+        as ``optim`` or ``model.output``) keep their values. A top-level name that no rank has in ``tensors``,
+        such as ``optim`` when only ``model`` is loaded, is skipped; all other names must match. ``verify``
+        checks the hashes of the files, which are divided among the ranks.
 
         Raises:
-            CheckpointError: on every rank: no such checkpoint; missing, truncated, altered or unsafe files;
-                names or shapes that do not match. The contents of ``tensors`` are then undefined.
+            CheckpointError: on every rank: the checkpoint does not exist; files are missing, truncated,
+                altered or unsafe; or names or shapes do not match. The contents of ``tensors`` are then
+                undefined.
         """
         self.end_save(wait=True)
         folder, manifest = self.ranks.on_rank_0(lambda: self._find(where))
@@ -175,8 +176,8 @@ class CheckpointManager:
         return manifest
 
     def remove_leftovers(self, exports: Path | None = None) -> None:
-        """Remove the leftovers of killed saves and deletions, also in the run's folder of ``exports``; called
-        at the start of a run that saves."""
+        """Remove the leftovers of killed saves and deletions, including those in the run's folder of
+        ``exports``; called at the start of a run that saves."""
         self.end_save(wait=True)
         self.ranks.on_rank_0(lambda: self._remove_leftovers(exports))
 
@@ -202,7 +203,7 @@ class CheckpointManager:
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
         if where != -1 and where not in steps:
-            # The folder may exist but be invalid; then reading its manifest reports why.
+            # The folder may exist but be invalid; then reading its manifest reports the reason.
             if step_folder(self.folder, where).is_dir():
                 return step_folder(self.folder, where)
             available = ", ".join(map(str, steps))
@@ -216,8 +217,8 @@ class CheckpointManager:
         return folder, read_manifest(folder)
 
     def _delete_old(self, just_saved: int) -> None:
-        """Delete the oldest checkpoints that are not kept, never the one just saved. Failures are only
-        reported."""
+        """Delete the oldest checkpoints that are not to be kept, but never the one just saved. A failure is
+        reported and does not raise."""
         try:
             steps = committed_steps(self.folder)
         except (CheckpointError, DataError) as error:
@@ -239,7 +240,7 @@ class CheckpointManager:
 def commit_folder(
     temporary: Path, final: Path, files: Files, metadata: Metadata, run: Mapping[str, Any]
 ) -> None:
-    """Turn the temporary folder into the checkpoint ``final``; runs on rank 0 after all ranks have synced."""
+    """Commit the temporary folder as the checkpoint ``final``, on rank 0, after all ranks have synced."""
     missing = [name for name in files if not (temporary / name).is_file()]
     if missing:
         raise CheckpointError(
@@ -256,7 +257,7 @@ def commit_folder(
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Disable torch's checksum, which takes a third of a save; the hash covers more."""
+    """Disable torch's checksum, which takes a third of the save time; the hash covers more."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

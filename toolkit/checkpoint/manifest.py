@@ -1,8 +1,8 @@
 """The manifest of a checkpoint. Imports no torch.
 
-``step-N/manifest.json`` is written last, inside a temporary folder that is then renamed to ``step-N``. A
-folder with a valid manifest is therefore a complete checkpoint; all other folders are ignored by loading,
-retention and "latest".
+``step-N/manifest.json`` is written last, in a temporary folder that is then renamed to ``step-N``. A folder
+with a valid manifest is therefore a complete checkpoint; all other folders are ignored by loading, retention
+and "latest".
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MANIFEST = "manifest.json"
 FORMAT = "llama-toolkit checkpoint"
 VERSION = 2
 _READABLE = (1, 2)
-"""Versions that can be read; version 1 hashes files with SHA-256."""
+"""Supported versions; version 1 hashes files with SHA-256."""
 
 new_hash = blake3
-"""Hash of written files: as strong as SHA-256, and three times as fast on one core."""
+"""Hash of new files: as strong as SHA-256, and three times as fast on one core."""
 HASH = "blake3"
 _HASHES: dict[str, Callable[[], Any]] = {HASH: new_hash, "sha256": hashlib.sha256}
 """Hashes that a manifest may contain."""
 
 _NO_MANIFEST = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
-"""Errors that mean that the path is not a file, or too large to be a manifest."""
+"""Errors for a path that is not a file, or for a file too large to be a manifest."""
 
-# The names of all files that DCP writes. No other name is read, so that no path leaves the folder.
+# The names of all files written by DCP. No other name is read, so no path leads outside the folder.
 _FILE_NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FIELDS = {
@@ -72,11 +72,11 @@ _RUN_FIELDS: dict[str, type | types.UnionType] = {
     "best_of": str | None,
     "before": dict,
 }
-"""Fields of ``run`` in a manifest that this toolkit reads."""
+"""Fields of a manifest's ``run`` that this toolkit reads."""
 
 
 class UnreadableCheckpoint(CheckpointError):
-    """A checkpoint that exists but cannot be read: it may be complete, so a run must not ignore it."""
+    """A checkpoint that exists but cannot be read; it may be complete, so a run must not ignore it."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -89,7 +89,7 @@ def build_manifest(
 ) -> dict[str, Any]:
     """Build the manifest of a checkpoint. ``files`` maps names to ``{"bytes": int, "blake3": hex}``.
 
-    ``run`` has the caller's configuration, mesh, tokens, data position and versions, as JSON types.
+    ``run`` contains the caller's configuration, mesh, tokens, data position and versions, as JSON types.
     """
     manifest = {
         "format": FORMAT,
@@ -98,7 +98,7 @@ def build_manifest(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": dict(sorted(files.items())),
         "tensors": {"count": tensor_count, "bytes": tensor_bytes},
-        # Through JSON, so that keys and tuples are as a reader will see them.
+        # Round trip through JSON, so that keys and tuples are the same as for a reader.
         "run": json.loads(json.dumps(run)),
     }
     return manifest | {"digest": _digest(manifest)}
@@ -109,8 +109,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     files.
 
     Raises:
-        UnreadableCheckpoint: it cannot be read, or is of a newer toolkit.
-        CheckpointError: there is none, or it is damaged, of another format, or of another step.
+        UnreadableCheckpoint: it cannot be read, or was written by a newer toolkit.
+        CheckpointError: there is none, or it is damaged, or has another format or step.
     """
     path = folder / MANIFEST
     try:
@@ -129,8 +129,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def step_numbers(folder: Path) -> list[int]:
-    """Return the steps with a ``step-N`` in ``folder``, valid or not, ascending; none if the folder is
-    missing.
+    """Return the steps with a ``step-N`` in ``folder``, valid or not, in ascending order; empty if the folder
+    is missing.
 
     Raises:
         UnreadableCheckpoint: ``folder`` cannot be listed.
@@ -143,16 +143,16 @@ def step_numbers(folder: Path) -> list[int]:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Return the steps of the committed checkpoints in ``folder``, ascending; none if the folder is missing.
+    """Return the committed steps in ``folder`` in ascending order; empty if the folder is missing.
 
     Raises:
-        UnreadableCheckpoint: ``folder`` cannot be listed, or a possible checkpoint cannot be read.
+        UnreadableCheckpoint: ``folder`` cannot be listed, or a potential checkpoint cannot be read.
     """
     return [step for step in step_numbers(folder) if _is_committed(step_folder(folder, step))]
 
 
 def invalid_steps(folder: Path) -> dict[int, str]:
-    """Return the problem of each step in ``folder`` that is not a committed checkpoint, or cannot be read.
+    """Return, for each step in ``folder`` that is uncommitted or unreadable, what is wrong with it.
 
     Raises:
         UnreadableCheckpoint: ``folder`` cannot be listed.
@@ -169,7 +169,7 @@ def invalid_steps(folder: Path) -> dict[int, str]:
 def check_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> list[str]:
     """Return the problems of these files of the checkpoint in ``folder``, one line per file.
 
-    Checks existence and size, with ``verify`` also the hash, which reads the files.
+    Checks existence and size; with ``verify`` also the hash, which requires reading the files.
     """
     problems = []
     for name, expected in files.items():
@@ -206,7 +206,7 @@ def _is_committed(folder: Path) -> bool:
 
 
 def _is_newer(manifest: Any) -> bool:
-    """Return whether an invalid manifest is of a later version of this toolkit's format."""
+    """Return whether an invalid manifest has a later version of this toolkit's format."""
     ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
     return ours and isinstance(manifest.get("version"), int) and manifest["version"] > VERSION
 
@@ -250,7 +250,7 @@ def _problem(folder: Path, manifest: Any) -> str | None:
     for field, expected in _RUN_FIELDS.items():
         if field in run and not _is_a(run[field], expected):
             return f"is damaged: {field} of its run is {quote(run[field])}; {ADVICE}"
-    start = run.get("schedule_start", 0)  # negative if only the step was excluded from loading
+    start = run.get("schedule_start", 0)  # negative if the step, but not the schedule, was excluded
     if type(start) is not int or not is_size(abs(start)):
         return f"is damaged: schedule_start of its run is {quote(start)}; {ADVICE}"
     if "base" in run and not _is_base(run["base"]):
@@ -271,10 +271,10 @@ def saved_settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parts_to_exclude(exclude: Sequence[str], run: Mapping[str, Any]) -> list[str]:
-    """Return which parts of checkpoint.exclude_from_loading to exclude from a run's own checkpoint.
+    """Return the parts in checkpoint.exclude_from_loading to exclude from the run's own checkpoint.
 
-    Parts that the run excluded before it was saved (``run`` in the manifest) are now its own, so that the
-    same command resumes from its checkpoints.
+    Parts that the run excluded before this save (``run`` in the manifest) are now its own. The same command
+    can therefore resume from its own checkpoints.
     """
     before = saved_settings(run).get("checkpoint.exclude_from_loading")
     return [part for part in exclude if not isinstance(before, list) or part not in before]
@@ -286,14 +286,15 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _is_a(value: Any, expected: type | types.UnionType) -> bool:
-    """Return whether a JSON value has a type; integers must not be booleans, negative or too large."""
+    """Return whether a JSON value has the expected type; integers must not be boolean, negative or too
+    large."""
     if isinstance(value, bool) or not isinstance(value, expected):
         return isinstance(value, bool) and expected is bool
     return is_size(value) if expected is int else True
 
 
 def _is_base(base: Any) -> bool:
-    """Return whether this describes the base model of an adapter."""
+    """Return whether ``base`` is a valid description of an adapter's base model."""
     has_fields = isinstance(base, dict) and {"place", "fingerprint"} <= base.keys()
     return has_fields and all(isinstance(value, str) for value in base.values())
 
@@ -307,7 +308,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _hash_of(entry: Mapping[str, Any]) -> str | None:
-    """Return the name of the hash in a file's entry."""
+    """Return the name of the hash function in a file's entry."""
     return next((name for name in _HASHES if isinstance(entry.get(name), str)), None)
 
 

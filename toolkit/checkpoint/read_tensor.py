@@ -1,4 +1,4 @@
-"""Reading tensors, or regions of them, from a checkpoint without a process group or a model."""
+"""Read tensors, or regions of them, from a checkpoint without a process group or a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolkit.io.tensor_file import Region, TensorPlace, new_output, read_region,
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """The chunk of a tensor that one rank saved: the box at ``offsets``."""
+    """The chunk of a tensor saved by one rank: a box at ``offsets``."""
 
     place: TensorPlace
     offsets: tuple[int, ...]
@@ -34,11 +34,11 @@ def open_checkpoint(
 ) -> tuple[dict[str, Any], Metadata]:
     """Check the files of the step-N ``folder``, and return its manifest and its index of tensors.
 
-    ``verify`` compares the hash of every file. With ``ranks``, each rank verifies the index and its part of
+    ``verify`` checks the hash of every file. With ``ranks``, each rank verifies the index and its share of
     the files, and the caller must exchange errors.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged, altered or unsafe.
+        CheckpointError: there is no checkpoint, or it is damaged, altered or unsafe.
     """
     manifest = read_manifest(folder)
     files: Mapping[str, dict[str, Any]] = manifest["files"]
@@ -55,7 +55,7 @@ def open_checkpoint(
 
 
 def saved_chunks(folder: Path, metadata: Metadata, name: str) -> list[SavedChunk]:
-    """Locate the chunks of the tensor ``name`` by a validated index, without reading their elements.
+    """Locate the chunks of the tensor ``name`` in a validated index, without reading their elements.
 
     Raises:
         CheckpointError: a chunk is damaged.
@@ -67,7 +67,7 @@ def saved_chunks(folder: Path, metadata: Metadata, name: str) -> list[SavedChunk
 
 
 def index_problems(folder: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return the problems of the index of the checkpoint in ``folder`` and of its chunks."""
+    """Return the problems of the index of the checkpoint in ``folder``, and of its chunks."""
     try:
         metadata = read_metadata(folder, files)
         for name in tensor_entries(metadata):
@@ -78,7 +78,7 @@ def index_problems(folder: Path, files: Mapping[str, dict[str, Any]]) -> list[st
 
 
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """Read the full tensor ``name`` by a validated index."""
+    """Read the full tensor ``name``, located by a validated index."""
     entry = tensor_entries(metadata)[name]
     return read_chunks(saved_chunks(folder, metadata, name), tuple(entry.size), entry.properties.dtype)
 

@@ -1,7 +1,7 @@
-"""Committing and deleting checkpoints in object storage: the manifest is written last and deleted first.
+"""Commit and delete checkpoints in object storage: the manifest is written last and deleted first.
 
-The functions are those of :mod:`toolkit.checkpoint.local_steps`. Nothing is renamed: files are uploaded under
-their final names, and steps without a manifest are ignored by loading, retention and "latest".
+The functions match those of :mod:`toolkit.checkpoint.local_steps`. Nothing is renamed: files are uploaded
+under their final names, and loading, retention and "latest" ignore steps without a manifest.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _AT_ONCE = 16
 
 
 def begin(final: RemotePath) -> RemotePath:
-    """Remove an earlier checkpoint at ``final``, and return the path for the new files."""
+    """Remove any earlier checkpoint at ``final``, and return the path for the new files."""
     _remove(final)
     return final
 
 
 def commit(temporary: RemotePath, final: RemotePath, manifest: Mapping[str, Any]) -> None:
-    """Check that all files have their sizes, then write the manifest, which commits the checkpoint.
+    """Check that all files exist with their full size, then write the manifest, which commits the checkpoint.
 
     Raises:
         StorageError: a file is missing, or another run has committed this step.
@@ -53,7 +53,7 @@ def discard(temporary: RemotePath) -> None:
 
 
 def delete(folder: RemotePath, step: int) -> None:
-    """Delete the checkpoint of ``step``, manifest first, so that it never looks committed half deleted."""
+    """Delete the checkpoint of ``step``, manifest first, so that a half-deleted one never looks committed."""
     _remove(step_folder(folder, step))  # type: ignore[arg-type]
 
 
@@ -64,7 +64,8 @@ def leftovers(folder: RemotePath) -> list[RemotePath]:
 
 
 def clear(folder: RemotePath) -> Iterator[str]:
-    """Remove leftovers and abort interrupted uploads, also of exports. Yields a message for each."""
+    """Remove leftovers and abort interrupted uploads, including those of exports. Yields a message for
+    each."""
     for path in leftovers(folder):
         _remove(path)
         yield f"removed {path.name}, left by a save that was killed"

@@ -1,4 +1,4 @@
-"""Parallel reading of checkpoints from object storage."""
+"""Read checkpoints from object storage in parallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.storage.remote_path import RemotePath
 
 _READS_AT_ONCE = 8
 _IN_MEMORY_BYTES = 32 << 20
-"""Size up to which a chunk is downloaded as a whole and sliced in memory."""
+"""Maximum size of a chunk that is downloaded whole and sliced in memory."""
 
 
 class RemoteReader(VerifiedReader):
@@ -38,7 +38,7 @@ class RemoteReader(VerifiedReader):
 
 
 class _InMemoryRange:
-    """A byte range of a file in memory, addressed by offsets in the file."""
+    """A byte range of a file in memory, addressed by file offsets."""
 
     def __init__(self, path: RemotePath, begin: int, length: int):
         self._path, self._begin, self._at = path, begin, 0

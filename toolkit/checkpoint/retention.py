@@ -1,4 +1,4 @@
-"""Retention of checkpoints, and the storage functions of a folder. Imports no torch."""
+"""Retention of checkpoints, and the storage functions of a checkpoint folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def steps_to_delete(
 ) -> list[int]:
     """Return which of the ascending ``steps`` to delete.
 
-    Kept are ``newest``, which was saved last, the ``keep_latest_k`` − 1 highest others (0: all),
-    ``also_kept``, and multiples of ``keep_every_n``.
+    The following are kept: ``newest``, which was saved last; the ``keep_latest_k`` − 1 highest others (0:
+    all); ``also_kept``; and multiples of ``keep_every_n``.
     """
     others = [step for step in steps if step != newest]
     if keep_latest_k == 0:

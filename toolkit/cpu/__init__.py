@@ -1,7 +1,8 @@
-"""The fast paths of ranks on a CPU, instead of torch's own operators and gloo's sockets.
+"""Fast paths for ranks on a CPU, instead of torch's own operators and gloo's sockets.
 
-Attention by blocks, RMSNorm by pieces, matmuls by reordered matrices, attention of one token, gathers through
-shared memory and memory that malloc keeps. training.cpu_fast_paths turns them off together. No torch here.
+They are blockwise attention, chunked RMSNorm, matmuls with prepacked weights, single-token attention,
+collectives through shared memory, and retention of freed memory in malloc. training.cpu_fast_paths = false
+disables them all. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ _enabled = True
 
 
 def enable(fast: bool) -> bool:
-    """Turn the fast paths on or off, as ``training.cpu_fast_paths`` says; return whether they were on."""
+    """Enable or disable the fast paths (``training.cpu_fast_paths``); return whether they were enabled."""
     global _enabled
     before, _enabled = _enabled, fast
     return before
 
 
 def is_enabled() -> bool:
-    """Return whether a CPU takes the fast paths."""
+    """Return whether the CPU fast paths are enabled."""
     return _enabled

@@ -1,19 +1,20 @@
-"""Attention on CPUs by batched matmuls: a block of queries at a time, with only the keys that it attends to.
+"""Attention on CPUs by batched matmuls, one block of queries at a time, with only the keys that the block
+attends to.
 
 torch's attention kernel for CPUs is far slower than its matmul (`python -m benchmarks.attention` times both).
-The scores of a block, for as many heads as fit into a cache, are computed, normalized and used before those
-of the next block. Masked scores are computed only within a block's own columns, and a block begins with the
-first column of its first query's document and window. Short rows share one matmul. Backward saves only
-queries, keys and values, and recomputes the scores, as flash attention does (Dao et al. 2022,
-arXiv:2205.14135). On processors with AMX, torch's kernel is faster in forward on entire rows, and used there.
+The scores of a block, for as many heads as fit in a cache, are computed, normalized and used before the
+scores of the next block. Masked scores are computed only within a block's own columns. A block's keys begin
+with the first column of its first query's document and window. Short rows share one matmul. Backward saves
+only queries, keys and values, and recomputes the scores, as flash attention does (Dao et al. 2022,
+arXiv:2205.14135). On CPUs with AMX, torch's kernel is faster for the forward of full rows, and is used there.
 
 Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Matmuls
-accumulate in fp32 or fp64, and so do the gradients of keys and values over blocks.
+accumulate in fp32 or fp64, and so does the sum over blocks of the gradients of keys and values.
 
-Shapes: B rows, R of them at once; Q queries; S keys, the last Q of which belong to the queries; H heads, K
-key/value heads, G = H / K; E head dim. A block has N pairs of row and key head, Q queries of its own,
-M = G·Q rows of scores, and W keys, the last Q of which belong to its queries. L is the number of its first
-keys that some of its queries no longer attend to.
+Shapes: B rows, R of them at a time; Q queries; S keys, the last Q of which belong to the queries; H heads, K
+key/value heads, G = H / K; E head dim. A block has N pairs of row and KV head, Q queries of its own, M = G·Q
+rows of scores, and W keys, the last Q of which belong to its queries. L is the number of its first keys that
+some of its queries no longer attend to.
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ from torch import Tensor
 from toolkit.compat import softmax_backward
 
 _QUERY_BYTES = 256
-"""Queries of a block times the bytes of an element: 128 queries in bfloat16, 64 in fp32. Smaller blocks
-compute fewer masked scores; larger ones have wider matmuls, which are faster, most of all in bfloat16."""
+"""Bytes per block of queries, for one element of each: 128 queries in bfloat16, 64 in fp32. Smaller blocks
+compute fewer masked scores; larger ones have wider matmuls, which are faster, especially in bfloat16."""
 _SCORE_BYTES = 1 << 21
-"""Bytes of scores in memory at once, per thread."""
+"""Maximum bytes of scores in memory at a time, per thread."""
 
 
 @cache
 def has_tiles() -> bool:
-    """Return whether this CPU multiplies tiles of bfloat16 (AMX), as torch's attention then does."""
+    """Return whether this CPU has bfloat16 tile matmuls (AMX), which torch's attention then uses."""
     return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 
 def document_starts(documents_BS: Tensor) -> Tensor:
-    """The column (B, S) at which each token's run of equal ids begins, int64."""
+    """Return the column (B, S) at which each token's run of equal ids begins, int64."""
     columns_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     return (columns_S * begins_BS).cummax(dim=1).values
 
 
-# Operators of their own: torch.compile leaves the loops alone, and activation checkpointing knows the name.
+# Custom operators: torch.compile does not trace the loops, and activation checkpointing recognizes the name.
 @torch.library.custom_op("toolkit::blockwise_attention", mutates_args=())
 def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √E) v, (B, Q, H, E), over the keys from ``starts_BQ`` on, or all, up to each query's."""
+    """Compute softmax(q kᵀ / √E) v, (B, Q, H, E); each query attends to the keys from its start in
+    ``starts_BQ`` (None: the first) up to its own."""
     whole = starts_BQ is None and q_BQHE.shape[1] == k_BSKE.shape[1]
     if whole and q_BQHE.dtype == torch.bfloat16 and has_tiles():
         q_BHQE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BQHE, k_BSKE, v_BSKE))
@@ -66,7 +68,7 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
         for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
             weights_NMW = block.weights(block.of_queries(q_RKGQE), block.columns(k_RKES))
             block.write(out_RKGQE, torch.bmm(weights_NMW, block.rows(v_RKSE)))
-            del weights_NMW  # before the next block has its own
+            del weights_NMW  # freed before the next block allocates its own
     return out_BQHE
 
 
@@ -74,7 +76,7 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
 def attend_backward(
     grad_BQHE: Tensor, q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values."""
+    """Compute the gradients of queries, keys and values."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE)]
     heads, head_dim = k_BSKE.shape[2:]
     scale, precise = head_dim**-0.5, torch.promote_types(q_BQHE.dtype, torch.float32)
@@ -92,7 +94,7 @@ def attend_backward(
             softmax_backward(grad_scores_NMW, weights_NMW, -1, weights_NMW.dtype, grad_input=grad_scores_NMW)
             block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
             block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
-            del weights_NMW, grad_scores_NMW  # before the next block has its own
+            del weights_NMW, grad_scores_NMW  # freed before the next block allocates its own
         for grad_BSKE, grad_RKES in zip(grads[1:], (grad_k_RKES, grad_v_RKES), strict=True):
             grad_BSKE[rows].flatten(2).copy_(grad_RKES.to(grad_BSKE.dtype).flatten(1, 2).mT)
     return grads[0], grads[1], grads[2]
@@ -122,8 +124,9 @@ attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class _Block(NamedTuple):
-    """Some key heads of some rows, some queries of theirs, the keys that these see, and what is added to the
-    scores of the last keys, and of the first where any is hidden: −∞ where a query must not see a key."""
+    """KV heads of R rows, a range of their queries, and the keys that these attend to. The masks are added to
+    the scores of the last keys and, if any is hidden, of the first keys: −∞ where a query must not see a
+    key."""
 
     heads: slice
     queries: slice
@@ -132,24 +135,24 @@ class _Block(NamedTuple):
     earlier_R11QL: Tensor | None
 
     def of_queries(self, x_RKGQE: Tensor) -> Tensor:
-        """The queries' part as rows of a product, (N, M, E)."""
+        """Return the block's slice of a tensor of queries, as rows for a matmul, (N, M, E)."""
         return x_RKGQE[:, self.heads, :, self.queries].flatten(2, 3).flatten(0, 1)
 
     def rows(self, x_RKSE: Tensor) -> Tensor:
-        """The keys' part, (N, W, E), a view."""
+        """Return the block's slice of a tensor of keys, (N, W, E), as a view."""
         return x_RKSE[:, self.heads, self.keys].flatten(0, 1)
 
     def columns(self, x_RKES: Tensor) -> Tensor:
-        """The keys' part, (N, E, W), a view."""
+        """Return the block's slice of a transposed tensor of keys, (N, E, W), as a view."""
         return x_RKES[:, self.heads, :, self.keys].flatten(0, 1)
 
     def write(self, whole_RKGQE: Tensor, part_NME: Tensor) -> None:
-        """Put the queries' part into the whole."""
+        """Copy the block's result into its slice of the full tensor."""
         part = whole_RKGQE[:, self.heads, :, self.queries]
         part.copy_(part_NME.view(part.shape))
 
     def weights(self, q_NME: Tensor, k_NEW: Tensor) -> Tensor:
-        """The softmax (N, M, W) of the scores, zero for what is hidden."""
+        """Return the softmax (N, M, W) of the scores, 0 where masked."""
         scores_NMW = _scaled_product(q_NME, k_NEW, q_NME.shape[-1] ** -0.5)
         scores_NGQW = scores_NMW.unflatten(1, (-1, len(self.later_QQ)))
         scores_NGQW[..., -len(self.later_QQ) :].add_(self.later_QQ)
@@ -164,7 +167,8 @@ def _score_bytes() -> int:
 
 
 def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
-    """Rows whose scores, of a block of queries and all heads, are few enough to be there at once, or one."""
+    """Yield slices of rows, as many as have scores for a block of queries and all heads within the limit, at
+    least one."""
     rows, queries, heads, _ = q_BQHE.shape
     size = heads * min(queries, _QUERY_BYTES // q_BQHE.itemsize) * k_BSKE.shape[1] * q_BQHE.itemsize
     step = max(1, _score_bytes() // size)
@@ -172,7 +176,7 @@ def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
 
 
 def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterator[_Block]:
-    """The blocks of some rows, whose queries are the last of their keys."""
+    """Yield the blocks of some rows, whose queries belong to the last keys."""
     rows, heads, group, queries, _ = q_RKGQE.shape
     first, size, hidden = k_RKES.shape[-1] - queries, q_RKGQE.itemsize, float("-inf")
     of_block = min(queries, _QUERY_BYTES // size)
@@ -192,12 +196,13 @@ def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterat
 
 
 def _by_key_head(x_RQHE: Tensor, heads: int) -> Tensor:
-    """The view (R, K, G, Q, E)."""
+    """Return the view (R, K, G, Q, E)."""
     return x_RQHE.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _transposed(x_RSKE: Tensor) -> Tensor:
-    """A copy (R, K, E, S), each row of two dimensions when it is made, for which torch has a fast path."""
+    """Return a transposed copy (R, K, E, S), made row by row as a 2-D transpose, for which torch has a fast
+    path."""
     out_RKES = x_RSKE.new_empty(*(x_RSKE.shape[dim] for dim in (0, 2, 3, 1)))
     for out_KES, x_SKE in zip(out_RKES, x_RSKE, strict=True):
         out_KES.flatten(0, 1).copy_(x_SKE.flatten(1).T)
@@ -205,5 +210,5 @@ def _transposed(x_RSKE: Tensor) -> Tensor:
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale · a b of batches of matrices."""
+    """Compute scale · a b for batches of matrices."""
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 
-_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's malloc.h
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # constants of glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc keep the memory of freed tensors for those to come: glibc gives that of large ones back,
-    and each page that is mapped again costs a fault.
+    """Make malloc keep the memory of freed tensors for later ones: glibc returns large allocations to the
+    system, and each page that is mapped again costs a page fault.
 
-    False, and nothing is changed, where the environment says what malloc is to do (MALLOC_TRIM_THRESHOLD_ and
-    its like, GLIBC_TUNABLES) or it is not glibc's.
+    Returns False and changes nothing if the environment configures malloc (MALLOC_TRIM_THRESHOLD_ and similar
+    variables, GLIBC_TUNABLES), or if malloc is not glibc's.
     """
     told = any(name.startswith("MALLOC_") and name.endswith("_") for name in os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

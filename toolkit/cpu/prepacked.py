@@ -1,9 +1,9 @@
-"""Matrices in the layout in which a CPU multiplies them, instead of rows.
+"""Weight matrices prepacked in the layout of the CPU's matmul kernel, instead of row-major.
 
-oneDNN reorders a matrix of bf16 in each call, which for a few rows of input costs as much as the product, and
-in fp32 torch takes another library's product, slower on some processors: with matrices reordered once a
-product takes about half the time in either (benchmarks/LOG.md). The operations are those that torch's
-compiler uses for frozen weights on a CPU.
+oneDNN reorders a bf16 matrix in each call, which for a few input rows costs as much as the matmul. In fp32,
+torch uses another library's matmul, which is slower on some CPUs. With matrices reordered once, a matmul
+takes about half the time in either dtype (benchmarks/LOG.md). The operators are those that torch's compiler
+uses for frozen weights on a CPU.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from toolkit import cpu
 from toolkit.compat import linear_of_reordered, onednn_has_bf16, reorder_linear_weight
 
 _ROWS = 8
-"""Rows of inputs for which the layout is chosen; others are multiplied too."""
+"""Number of input rows for which the layout is chosen; other numbers work too."""
 Packed = tuple[Tensor, Tensor | None]
-"""A reordered matrix, and the bias of its products if there is one."""
+"""A reordered matrix, and its bias if there is one."""
 
 
 def takes(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies reordered matrices of ``dtype`` here: fp32, and bf16 where the CPU has
+    """Return whether oneDNN supports reordered matrices of ``dtype`` here: fp32, and bf16 if the CPU has
     instructions for it."""
     return (
         cpu.is_enabled()
@@ -31,12 +31,12 @@ def takes(dtype: torch.dtype) -> bool:
 
 
 def reordered(weight: Tensor) -> Tensor:
-    """Copy a matrix (out, in) into the layout."""
+    """Copy a matrix (out, in) into the prepacked layout."""
     return reorder_linear_weight(weight.detach(), _ROWS)
 
 
 def joined(*linears: nn.Linear) -> Packed:
-    """Join matrices and biases of layers with the same input into one reordered matrix and bias."""
+    """Concatenate weights and biases of layers with the same input into one reordered matrix and one bias."""
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     packed = reordered(torch.cat([linear.weight for linear in linears]))
     return packed, torch.cat(biases) if biases else None

@@ -1,10 +1,10 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), on CPUs a piece of the tokens at a time.
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) on CPUs, one chunk of tokens at a time.
 
-torch has a kernel of its own for CUDA; on a CPU its norm is four operators and its gradient about fifteen,
-each of which reads and writes all tokens in fp32. A piece stays in the cache of a core from the first of them
-to the last, and for backward the input is kept, and a number a token.
+torch has a fused kernel only for CUDA. On a CPU its norm is four operators and its gradient about fifteen,
+each of which reads and writes all tokens in fp32. A chunk stays in a core's cache throughout. For backward,
+the input and one value per token are saved.
 
-Shapes: T tokens, or heads of them, R of a piece, D numbers of each.
+Shapes: T tokens, or heads of tokens, R of them per chunk, D elements each.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from toolkit import cpu
 from toolkit.compat import weight_norm_backward
 
 _PIECE = 1 << 16
-"""Elements of a piece for each thread: three pieces in fp32 are less than a MiB."""
+"""Elements of a chunk per thread: three chunks in fp32 take less than 1 MiB."""
 _FEWEST = 1 << 15
-"""Elements from which on pieces are faster than torch's operators."""
-# Before 2.12 torch cannot split the backward of a function of parameters, as zero-bubble pipelines do.
+"""Minimum number of elements at which chunks are faster than torch's operators."""
+# Before 2.12, torch cannot split the backward of an autograd function of parameters (zero-bubble pipelines).
 _FUNCTIONS_OF_PARAMETERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def takes(x: Tensor) -> bool:
-    """Return whether the norm of ``x`` is computed in pieces; torch.compile fuses those of torch."""
+    """Return whether the norm of ``x`` is computed in chunks; torch.compile fuses torch's operators
+    instead."""
     return (
         not torch.compiler.is_compiling()
         and cpu.is_enabled()
@@ -37,11 +38,11 @@ def takes(x: Tensor) -> bool:
     )
 
 
-# Operators of their own, so that a forecast sees one and knows what it keeps.
+# Custom operators, so that the planner sees a single operator and knows what it saves.
 @torch.library.custom_op("toolkit::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / √(mean(x²) + eps) · weight of the last dimension, in at least fp32, in the dtype of ``x``; and, of
-    each token, √(Σx² + D·eps), (T, 1)."""
+    """Compute x / √(mean(x²) + eps) · weight over the last dimension, in at least fp32, returned in the dtype
+    of ``x``; and, for each token, √(Σx² + D·eps), (T, 1)."""
     out, norm_T1 = _like(x), _norms(x)
     precise_D = weight_D.to(norm_T1.dtype)
     for x_RD, out_RD, norm_R1 in _pieces(x, out, norm_T1):
@@ -57,7 +58,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("toolkit::rms_norm_backward", mutates_args=())
 def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight."""
+    """Compute the gradients of x and of the weight."""
     out, scale_T1 = _like(x), torch.full_like(norm_T1, x.shape[-1] ** 0.5)
     precise_D = weight_D.to(norm_T1.dtype)
     of_weight_D = torch.zeros_like(precise_D)
@@ -66,7 +67,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, norm_T1: Tensor
         product_RD = grad_RD * x_RD
         of_weight_D += product_RD.mul_(scale_R1 / norm_R1).sum(0)
         torch.mul(grad_RD, precise_D, out=product_RD)
-        # Of scale · x / norm, as weight normalization has it, whose kernel is one pass.
+        # The gradient of scale · x / norm, which is weight normalization: its kernel takes one pass.
         of_x_RD, _ = weight_norm_backward(product_RD, x_RD, scale_R1, norm_R1, 0)
         out_RD.copy_(of_x_RD)
     return out, of_weight_D.to(weight_D.dtype)
@@ -77,13 +78,13 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Room for a number of each token, in at least fp32."""
+    """Allocate one value per token, in at least fp32."""
     precise = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.numel() // x.shape[-1], 1, dtype=precise)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows (R, D) of each, one piece after the other."""
+    """Yield matching chunks of rows (R, D) of the tensors."""
     width = tensors[0].shape[-1]
     rows = max(1, _PIECE * torch.get_num_threads() // width)
     return zip(*(x.reshape(-1, x.shape[-1]).contiguous().split(rows) for x in tensors), strict=True)

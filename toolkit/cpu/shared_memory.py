@@ -1,12 +1,13 @@
-"""FSDP's gathers and reductions through memory that ranks of a machine share, instead of gloo's sockets.
+"""FSDP's all-gathers and reduce-scatters through memory shared by the ranks of a machine, instead of gloo's
+sockets.
 
-A gather has one region: each rank copies its shards into it and reads all of them. A reduction has a region
-with a part for each rank: each writes its gradients into its own and adds up its shard of all parts, in the
-order of ranks. A small all-reduce, the barrier, says that all have written.
+An all-gather uses one region: each rank copies its shards into it and reads all shards. A reduce-scatter uses
+a region with a part for each rank: each rank writes its gradients into its own part, and sums its shard over
+all parts, in rank order. A small all-reduce, the barrier, confirms that all ranks have written.
 
-Regions are kept and used again. One is free when at a barrier no rank has its tensor any more, so that all
-ranks know the same regions as free and take the same one next. Where torch asks for parameters ahead, the
-barrier of their gather continues while the unit before is computed.
+Regions are reused. A region is free if, at a barrier, no rank still has a tensor in it. All ranks therefore
+agree on which regions are free and take the same one next. If torch prefetches parameters, the barrier of
+their all-gather continues while the previous unit is computed.
 """
 
 from __future__ import annotations
@@ -28,25 +29,27 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.distributed.collectives import wait_for_work
 
 _ENOUGH = 3
-"""Regions: of a unit that is gathered, the next one, and a reduction."""
+"""Number of regions: for the gathered unit, the next unit, and a reduction."""
 
 
 class NotShared(Exception):
-    """A rank of the group cannot read the memory of another."""
+    """A rank of the group cannot access another rank's memory."""
 
 
 @dataclass
 class Region:
-    """Memory of all ranks of a group, and the buffer of the tensor that this rank was last given of it."""
+    """Memory shared by all ranks of a group, and the buffer of the tensor that this rank last allocated in
+    it."""
 
     memory: mmap.mmap
     tensor: weakref.ref[memoryview] | None = None
     free: bool = True  # on all ranks
-    given: int = 0  # barriers that began before it was returned last
+    given: int = 0  # number of barriers begun before the last allocation in it
 
 
 class GatherBarrier(dist.Work):
-    """An all-reduce that says that all ranks are at an operation, which tells what regions they hold."""
+    """An all-reduce that confirms that all ranks are at the same operation, and exchanges which regions they
+    use."""
 
     def __init__(self, memory: SharedMemory, operation: str, size: int):
         super().__init__()
@@ -59,7 +62,7 @@ class GatherBarrier(dist.Work):
         self.work = dist.all_reduce(self.most, op=dist.ReduceOp.MAX, group=memory.group, async_op=True)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until all ranks are there.
+        """Wait until all ranks have arrived.
 
         Raises:
             RuntimeError: they are not at the same operation.
@@ -80,10 +83,10 @@ class GatherBarrier(dist.Work):
 
 
 class SharedMemory:
-    """The regions of the ranks of ``group``.
+    """The shared-memory regions of the ranks of ``group``.
 
     Raises:
-        NotShared: its ranks are not all on one machine, or must not see one another's memory there.
+        NotShared: the ranks are not all on one machine, or cannot access each other's memory there.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -91,23 +94,23 @@ class SharedMemory:
         self.regions: list[Region] = []
         self.barriers = 0
         self.open: list[GatherBarrier] = []
-        """Meetings that began and were not waited for."""
+        """Barriers that have begun and not been waited for."""
         self.last = self._add(mmap.PAGESIZE)
-        """The region returned last."""
+        """The region of the last allocation."""
 
     def allocate(self, count: int, dtype: torch.dtype, *, parts: int = 1) -> Tensor:
-        """A tensor (count,) of the first of ``parts`` parts of a free region, or of this rank's."""
+        """Allocate a tensor (count,) in a free region; if it has several ``parts``, in this rank's part."""
         size = _whole_pages(count * dtype.itemsize)
         region = self._take(size * parts)
         start = size * self.rank if parts > 1 else 0
-        # A tensor keeps the buffer that it is made from alive, and a view of it the storage.
+        # A tensor keeps its source buffer alive, and a view of the tensor keeps the storage alive.
         buffer = memoryview(region.memory)[start : start + max(count, 1) * dtype.itemsize]
         region.tensor, region.free, region.given = weakref.ref(buffer), False, self.barriers
         self.last = region
         return torch.frombuffer(buffer, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
 
     def part(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The tensor (count,) of another rank in the region that was last returned."""
+        """Return the tensor (count,) of another rank in the region of the last allocation."""
         start = _whole_pages(count * dtype.itemsize) * rank
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
@@ -119,13 +122,13 @@ class SharedMemory:
         return barrier
 
     def _take(self, size: int) -> Region:
-        """The smallest free region of ``size`` bytes, or a new one instead of the smallest free one."""
+        """Return the smallest free region of ``size`` bytes, or a new one that replaces the smallest one."""
         if not self._fitting(size) and self.open:
             self.open[-1].wait()
         if not self._fitting(size) and len(self.regions) < _ENOUGH:
             return self._add(size)
         if not self._fitting(size):
-            self.meet("allocate", size).wait()  # what has been dropped since the last one may be enough
+            self.meet("allocate", size).wait()  # tensors freed since the last barrier may be enough
         if fitting := self._fitting(size):
             return min(fitting, key=_size)
         if free := self._fitting(0):
@@ -136,14 +139,14 @@ class SharedMemory:
         return [region for region in self.regions if region.free and _size(region) >= size]
 
     def _add(self, size: int) -> Region:
-        """Map new memory that the first rank of the group makes and the others open.
+        """Map new memory, which the group's first rank creates and the others open.
 
-        An open file of a process is found by their numbers; random bytes in it say that it is the one that
-        is meant, for other machines and containers have the same numbers.
+        An open file is identified by process id and descriptor. Random bytes in the file verify that it is
+        the right one, because other machines and containers use the same numbers.
         """
         mark, descriptor, memory = os.urandom(16), -1, None
         if self.rank == 0:
-            with suppress(OSError, AttributeError):  # forbidden in some containers, and Linux's alone
+            with suppress(OSError, AttributeError):  # forbidden in some containers, and only on Linux
                 descriptor = os.memfd_create("toolkit-fsdp")
                 os.ftruncate(descriptor, size)
                 os.pwrite(descriptor, mark, 0)
@@ -175,7 +178,7 @@ def _whole_pages(size: int) -> int:
 
 
 class Gather:
-    """An all-gather whose output is common to all ranks."""
+    """An all-gather whose output is shared by all ranks."""
 
     def __init__(self, memory: SharedMemory):
         self.memory = memory
@@ -192,7 +195,7 @@ class Gather:
 
 
 class Reduce:
-    """A reduce-scatter that sums what all ranks have written, in the order of ranks."""
+    """A reduce-scatter that sums what all ranks have written, in rank order."""
 
     def __init__(self, memory: SharedMemory):
         self.memory = memory
@@ -201,7 +204,7 @@ class Reduce:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        # torch asks for the input, and then for the output.
+        # torch allocates first the input, then the output.
         self.asked_for_input = not self.asked_for_input
         if self.asked_for_input:
             return self.memory.allocate(int(size[0]), dtype, parts=self.memory.size)
@@ -225,17 +228,18 @@ class Reduce:
         torch.add(parts[0], parts[1], out=output_tensor)
         for part in parts[2:]:
             output_tensor += part
-        # torch holds the input until the next reduction; by the next barrier nobody reads it.
+        # torch keeps the input until the next reduction; after the next barrier no rank reads it.
         memory.last.tensor = None
 
 
 def share_memory(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have the FSDP units of ``model`` communicate through memory that ``group`` shares, if its ranks can."""
+    """Make FSDP units of ``model`` communicate through shared memory if all ranks of ``group`` can access
+    it."""
     try:
         memory = SharedMemory(group)
     except NotShared:
         return
-    gather: Any = Gather(memory)  # torch names the classes of both in private
+    gather: Any = Gather(memory)  # torch's base classes of both are private
     reduce: Any = Reduce(memory)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,1 +1,1 @@
-"""Text in, batches out: tokenizers, corpora, token cache, global order, packing and the loader."""
+"""Text in, batches out: tokenizers, corpora, token caches, sample order, packing and the loader."""

@@ -1,4 +1,4 @@
-"""Construction of a run's tokenizer and tokenized corpora from the configuration. Imports no torch."""
+"""Build a run's tokenizer and tokenized corpora from the configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def open_data(config: Config, *, progress: bool) -> RunData:
     """Load the tokenizer and open the token caches, building missing ones.
 
-    The launcher calls this before it starts the ranks, where a progress bar has the terminal to itself, and
-    passes the result on; without a launcher, a rank calls it before it joins the others, so that slow
-    tokenization does not run into the timeout of a collective.
+    The launcher calls this before it starts the ranks, so that a progress bar has the terminal to itself, and
+    passes the result to the ranks. Without a launcher, each rank calls it before joining the process group,
+    so that slow tokenization does not exceed the timeout of a collective.
 
     Raises:
-        DataError: A corpus or the tokenizer is missing, empty or unreadable, or a corpus that is not
-            tokenized yet is larger than data.max_inline_gb.
+        DataError: A corpus or the tokenizer is missing, empty or unreadable, or an untokenized corpus is
+            larger than data.max_inline_gb.
     """
     tokenizer = run_tokenizer(config)
     limit = config.data.max_inline_gb
@@ -40,12 +40,12 @@ def open_data(config: Config, *, progress: bool) -> RunData:
 
 
 def run_tokenizer(config: Config) -> Tokenizer:
-    """Load the tokenizer of the model."""
+    """Load the model's tokenizer."""
     return load_tokenizer(tokenizer_path(config), add_bos=config.model.add_bos_token)
 
 
 def tokenizer_path(config: Config) -> Path:
-    """Return the path of the tokenizer: the model's, or a copy with added special tokens and chat template.
+    """Return the path of the tokenizer: the model's, or a copy with added special tokens or chat template.
 
     Raises:
         DataError: The copy cannot be created.
@@ -75,7 +75,7 @@ def open_corpora(
 ) -> Iterator[tuple[str, TokenCache]]:
     """Yield each corpus of the run with the name of its table in the config.
 
-    The other arguments are those of :func:`toolkit.data.token_cache.tokenize_corpus`.
+    The other arguments are passed to :func:`toolkit.data.token_cache.tokenize_corpus`.
 
     Raises:
         DataError: As in :func:`open_data`.
@@ -98,7 +98,7 @@ def open_corpora(
 
 
 def open_tokens(config: Config, corpus: CorpusOptions, tokenizer: Tokenizer, **options: Any) -> TokenCache:
-    """Open one corpus as tokens, with ``options`` of :func:`toolkit.data.token_cache.tokenize_corpus`.
+    """Open one corpus as tokens; ``options`` are passed to :func:`toolkit.data.token_cache.tokenize_corpus`.
 
     Raises:
         DataError: As in :func:`open_data`.
@@ -129,8 +129,8 @@ def _chat_options(config: Config) -> ChatOptions:
 
 
 class CorpusOptions(NamedTuple):
-    """Options of one corpus. ``column_key``, ``format_key`` and ``columns_key`` are the config keys that set
-    its text column, format and column names."""
+    """Options of one corpus. ``column_key``, ``format_key`` and ``columns_key`` are the config keys of its
+    text column, format and column names."""
 
     table: str
     dataset: str
@@ -147,7 +147,7 @@ class CorpusOptions(NamedTuple):
 
     @property
     def shape(self) -> Shape | None:
-        """Shape of its conversations; None for text."""
+        """Row format of its conversations; None for plain text."""
         if self.format == "text":
             return None
         from toolkit.data.chat.shapes import Shape
@@ -167,7 +167,7 @@ class CorpusOptions(NamedTuple):
 
 
 def corpora(config: Config) -> list[CorpusOptions]:
-    """Return the corpora of the training, or of its mixture, and of the validation."""
+    """Return the corpora of training, or of its mixture, and of validation."""
     tables = [f"data.mixture.{name}" for name in sorted(config.data.mixture)] or ["training"]
     if config.validation.enable:
         tables += ["validation", *[BASE_CORPUS] * config.validation.base_corpus.named]

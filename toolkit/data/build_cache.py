@@ -1,4 +1,4 @@
-"""Building of a token cache, which becomes visible only when it is committed.
+"""Build a token cache, which becomes visible only when it is committed.
 
 Imported only for a corpus that has not been tokenized before.
 """
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 RowEncoder: TypeAlias = "ConversationEncoder | LabeledTextEncoder"
 
-FORMAT = 1  # increment when the splitting of files or the framing of documents changes
+FORMAT = 1  # increment when files are split or documents framed differently
 _MAX_REMARKS = 20
-ALONE_BYTES = 16 << 20  # up to this much text, starting helper processes takes longer than it saves
+ALONE_BYTES = 16 << 20  # up to this much text, helper processes take longer to start than they save
 ONES = 1 << 20  # weights written at a time
 
 
 def ids_dtype(tokenizer: Tokenizer) -> str:
-    """Return the smallest dtype for all ids."""
+    """Return the smallest dtype that can store all ids."""
     return "uint16" if tokenizer.n_words <= 1 << 16 else "uint32"
 
 
@@ -58,9 +58,9 @@ def build_cache(
     processes: int,
     progress: bool,
 ) -> None:
-    """Write the cache of ``key`` and commit it as ``folder``, if the text is ``unchanged`` since then.
+    """Write the cache of ``key`` and commit it as ``folder``, provided that the text is still ``unchanged``.
 
-    The caller holds the lock. ``processes`` and ``progress`` are those of
+    The caller holds the lock. ``processes`` and ``progress`` are as in
     :func:`toolkit.data.token_cache.tokenize_corpus`.
 
     Raises:
@@ -99,10 +99,10 @@ def build_cache(
 
 
 class Building(Protocol):
-    """A cache that is being written and is not visible until it is committed."""
+    """A cache being written, invisible until it is committed."""
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Create a file, which is complete on disk once it is closed."""
+        """Create a file; closing it makes it complete on disk."""
 
     def commit(self, meta: bytes) -> None:
         """Make the cache visible, with ``meta`` as meta.json."""
@@ -110,7 +110,7 @@ class Building(Protocol):
 
 @contextlib.contextmanager
 def _building(folder: Path) -> Iterator[Building]:
-    """Create the cache of ``folder``; what is not committed is removed."""
+    """Begin the cache of ``folder``; whatever is not committed is removed."""
     if not isinstance(folder, Path):
         from toolkit.data.remote_cache import RemoteBuilding
 
@@ -125,12 +125,12 @@ def _building(folder: Path) -> Iterator[Building]:
 
 
 class _LocalBuilding:
-    """Files under a temporary name until a rename commits them."""
+    """Files under a temporary name; a rename commits them."""
 
     def __init__(self, folder: Path):
         _remove_leftovers(folder.parent)
         self.folder, self.building = folder, folder.with_suffix(".building")
-        for leftover in (self.building, folder):  # of a killed build; a damaged cache
+        for leftover in (self.building, folder):  # a killed build; a damaged cache
             if leftover.exists():
                 shutil.rmtree(leftover)
         self.building.mkdir()
@@ -150,7 +150,7 @@ class _LocalBuilding:
 
 
 def _remove_leftovers(tokens: Path) -> None:
-    """Remove what killed builds of other corpora left behind, whose locks are free."""
+    """Remove the remains of killed builds of other corpora, whose locks are free."""
     for leftover in tokens.glob("*.building"):
         with open(leftover.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +163,7 @@ def _process_count(source: Corpus) -> int:
 
 
 def _about(source: Corpus) -> dict[str, Any]:
-    """Return facts about the source for meta.json, which may differ between corpora of the same content."""
+    """Return facts about the source for meta.json; they may differ between corpora with equal content."""
     about: dict[str, Any] = {"corpus": source.name}
     if source.shape is None or source.shape.format == CLASSIFICATION:
         return about
@@ -174,7 +174,7 @@ def _about(source: Corpus) -> dict[str, Any]:
 def _write(
     chunks: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
 ) -> tuple[int, int, dict[str, list[str]], Counter[str]]:
-    """Write chunks as they come, with files for ``extra`` data and, if there are any, for weights.
+    """Write chunks as they arrive, with files for ``extra`` data and for weights, if there are any.
 
     Returns the numbers of tokens and documents, the hashes of the files, and the remarks.
     """
@@ -189,7 +189,7 @@ def _write(
             extras = dict(chunk.extra or {})
             if (
                 WEIGHTS in extras and WEIGHTS not in files
-            ):  # the first ones: all previous tokens have weight 1
+            ):  # the first weights: all previous tokens have weight 1
                 files[WEIGHTS] = HashedFile(opened.enter_context(place.create(WEIGHTS)))
                 for begin in range(0, n_tokens, ONES):
                     files[WEIGHTS].write(np.ones(min(ONES, n_tokens - begin), np.float32))

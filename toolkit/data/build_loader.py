@@ -1,4 +1,4 @@
-"""Construction of the training and validation loaders from the configuration."""
+"""Build the training and validation loaders from the configuration."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def build_loader(
 ) -> Loader:
     """Build the loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
-    With the training table it is infinite and each epoch has its own order; with the validation table it
-    yields the corpus, or its first ``samples``, once and in order. ``pad_id`` None pads with 0 (padding is
+    With the training table it is infinite, and each epoch has its own order. With the validation table it
+    yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding is 0 (it is
     neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored without
-    workers, as in torchtitan's configs.
+    workers, as in torchtitan.
 
     Raises:
-        DataError: A corpus is shorter than one sample. ValueError: The global batch is not a multiple of the
-        micro-batches of all ranks, or a mixture is to be
-            validated on, which would draw some samples more than once and others not at all.
+        DataError: A corpus is shorter than one sample.
+        ValueError: The global batch is not a multiple of the micro-batches of all ranks, or the validation
+            corpus is a mixture, which would yield some samples more than once and others not at all.
     """
     if batch.total % (batch.local * dp_size):
         raise ValueError(f"a global batch of {batch.total} is not a multiple of {batch.local} x {dp_size}")
@@ -97,7 +97,7 @@ def _mixture(
 
 
 def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]:
-    """Return what identifies the text of a mixture."""
+    """Return values that identify the text of a mixture."""
     from toolkit.data.mixture import identity
 
     return identity(mixture.quotas) | {f"{part.name}.corpus": part.corpus.fingerprint for part in parts}
@@ -106,7 +106,7 @@ def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]
 def training_loader(
     config: Config, data: RunData, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
 ) -> Loader:
-    """Build this rank's loader for training."""
+    """Build this rank's training loader."""
     if config.data.streaming:
         return streamed_loader(config, batch, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
     return build_loader(
@@ -118,7 +118,7 @@ def training_loader(
 def validation_loader(
     config: Config, data: RunData, *, dp_rank: int, dp_size: int, table: str = "validation"
 ) -> Loader | None:
-    """Build this rank's loader for the held-out corpus of ``table``; returns None if there is none."""
+    """Build this rank's loader of the held-out corpus in ``table``; return None if there is none."""
     if table not in data.caches:
         return None
     size = config.validation.local_batch_size

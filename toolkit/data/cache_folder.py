@@ -1,4 +1,4 @@
-"""Local folder for caches of corpora and tokenizers. Imports no torch."""
+"""Local cache folder of corpora and tokenizers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from toolkit.config.training import Data
 
 
 def local_cache(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return ``folder`` (data.cache_folder), or that key's default if it is a URL.
+    """Return ``folder`` (data.cache_folder), or the key's default if ``folder`` is a URL.
 
-    Token caches may be in object storage, but everything else is cached on this machine.
+    Only token caches may be in object storage; everything else is cached on this machine.
     """
     is_local = folder is not None and "://" not in str(folder)
     return expand_user(folder if is_local and folder else Data().cache_folder).absolute()

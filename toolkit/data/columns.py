@@ -1,4 +1,4 @@
-"""The text of a row: one of its columns, or a template of columns such as ``"{question}\\n{answer}"``."""
+"""The text of a row: a column, or a template of columns such as ``"{question}\\n{answer}"``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SHOWN = 20
 
 
 class Template(NamedTuple):
-    """Template of a row's text: ``literals`` with the values of ``columns`` between them."""
+    """Template of a row's text: the values of ``columns`` alternate with ``literals``."""
 
     literals: tuple[str, ...]
     columns: tuple[str, ...]
 
     def fill(self, values: Sequence[str | None]) -> str:
-        """Return the text of one row. Nulls count as empty; if all values are empty, so is the text."""
+        """Return the text of one row. Nulls count as empty; if all values are empty, the text is empty."""
         if not any(values):
             return ""
         parts = [part for pair in zip(self.literals, values, strict=False) for part in pair]

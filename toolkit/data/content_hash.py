@@ -1,4 +1,4 @@
-"""Sizes and hashes of a corpus's files. Hashes are cached so that files are not read twice.
+"""Sizes and hashes of a corpus's files. Hashes are cached, so that files are not read twice.
 
     <cache folder>/hashes/    for each list of files, the hash of each file and its stamps at that time
 
@@ -27,12 +27,12 @@ from toolkit.errors import DataError, Problem, printable
 from toolkit.hardware import cores
 from toolkit.io.json_fields import MAX_BYTES, parse_json
 
-SETTLED_SECONDS = 2.0  # a younger file could change again within the resolution of its time stamps
+SETTLED_SECONDS = 2.0  # a newer file could change without a change of its time stamps
 CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with tiktoken
 
 
 def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file FILE …") -> Problem | None:
-    """Return a problem if a run may tokenize only ``max_bytes`` of text by itself, else None."""
+    """Return a problem if the text exceeds ``max_bytes``, the limit for tokenization by a run, else None."""
     if n_bytes <= max_bytes:
         return None
     minutes = n_bytes / CORE_BYTES_PER_SECOND / cores() / 60
@@ -58,7 +58,7 @@ def stamps(source: Corpus) -> list[tuple[int, ...]]:
 
 
 def unread(source: Corpus, root: Path) -> list[Path]:
-    """Return the files whose contents are not known yet, judging by their stamps."""
+    """Return the files whose contents are unknown, judging by their stamps."""
     return _changed(source, _known(_record(source, root)), stamps(source))
 
 
@@ -71,7 +71,8 @@ def _changed(source: Corpus, known: Mapping[str, list], found: Iterable[tuple[in
 
 
 def content_hashes(source: Corpus, root: Path, progress: bool) -> list[str]:
-    """Return the SHA-256 of each file, cached by the list of paths as long as their stamps are the same."""
+    """Return the SHA-256 of each file; hashes are cached per list of paths and valid while stamps are
+    equal."""
     record, found = _record(source, root), stamps(source)
     known = _known(record)  # once: another rank may write it at any time
     if new := _changed(source, known, found):
@@ -86,7 +87,7 @@ def content_hashes(source: Corpus, root: Path, progress: bool) -> list[str]:
             str(path): [stamp, hashes.get(path) or known[str(path)][1]]
             for path, stamp in zip(source.files, found, strict=True)
         }
-        # A read-only cache folder is no error: it may already contain the tokens.
+        # A read-only cache folder is not an error: it may already contain the tokens.
         with contextlib.suppress(OSError):
             remember(record, {path: entry for path, entry in known.items() if max(entry[0][1:]) < settled})
     return [known[str(path)][1] for path in source.files]

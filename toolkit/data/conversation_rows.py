@@ -1,14 +1,14 @@
-"""Rows of constant length from conversations, which are never split over rows.
+"""Rows of constant length from conversations, which are never split across rows.
 
 A conversation of n tokens takes n − 1 positions: its last token is only predicted. A conversation that takes
-more positions than a row has is truncated. With packing, conversations are assigned to rows by best fit
+more positions than a row is truncated. With packing, conversations are assigned to rows by best fit
 decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): the longest first, each into the row where
-it leaves the least room. The assignment depends only on the lengths; rows are numbered by the first
-conversation in them, and keep the order of the files. With padding, each conversation has its own row. A
-pair, the chosen and the rejected answer, stays together, in this order.
+it leaves the least room. The assignment depends only on the lengths; rows are numbered by their first
+conversation and so keep the order of the files. With padding, each conversation has its own row. The chosen
+and the rejected answer of a pair stay together, in this order.
 
-With a document mask each conversation is a document with its own positions, so that its logits are the same
-as if it were alone.
+With a document mask each conversation is a document with its own positions, so its logits are the same as
+without packing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from toolkit.loss import IGNORED_LABEL
 
 
 class ConversationRows(Rows):
-    """Rows of whole conversations, without those that have no token in the loss."""
+    """Rows of whole conversations; conversations without tokens in the loss are dropped."""
 
     def __init__(
         self, corpus: TokenCache, seq_len: int, *, packing: bool, document_mask: bool = True, pad_id: int = 0
@@ -38,11 +38,11 @@ class ConversationRows(Rows):
         rows = best_fit(fitting[kept].sum(axis=1), seq_len) if packing else np.arange(len(kept))
         order = np.argsort(rows, kind="stable")
         self.conversations = (kept[order][:, None] * n + np.arange(n)).ravel()
-        """The conversations that are used, row by row."""
+        """Indices of the conversations in use, row by row."""
         self.places = fitting[kept[order]].ravel()
-        """The number of positions that each of these takes."""
+        """Number of positions of each conversation in ``conversations``."""
         self.starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2)) * n
-        """(rows + 1,) start of each row in these."""
+        """(rows + 1,) start of each row in ``conversations``."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -69,14 +69,14 @@ class ConversationRows(Rows):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign ``lengths`` (int64, 1 to ``capacity``) to rows by best fit decreasing; returns their rows.
+    """Assign ``lengths`` (int64, 1 to ``capacity``) to rows by best fit decreasing; return their rows.
 
-    Items of one length are assigned together: each row takes as many as fit, since a row that has taken one
-    leaves less room than any other of its kind.
+    Items of equal length are assigned together: each row takes as many as fit, because a row that has just
+    taken one leaves less room than the others of its kind.
     """
     bins = np.empty(len(lengths), np.int64)
-    open_rows: dict[int, list[np.ndarray]] = {}  # by the room that is left
-    rooms = 0  # bit r is set where rows with room r are open
+    open_rows: dict[int, list[np.ndarray]] = {}  # by remaining room
+    rooms = 0  # bit r is set if there are open rows with room r
     n_rows = 0
     longest_first = np.argsort(-lengths, kind="stable")
     cuts = np.flatnonzero(np.diff(lengths[longest_first])) + 1
@@ -98,7 +98,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             placed = np.repeat(rows[:used], each)[: len(items)]
             bins[items[: len(placed)]] = placed
             items = items[len(placed) :]
-            last = len(placed) - each * (used - 1)  # of these are in the last row
+            last = len(placed) - each * (used - 1)  # number of them in the last row
             for left, group in (
                 (room - each * length, rows[: used - 1]),
                 (room - last * length, rows[used - 1 : used]),
@@ -111,7 +111,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _by_first_item(bins: np.ndarray) -> np.ndarray:
-    """Renumber the rows in the order of their first items."""
+    """Renumber the rows by their first items."""
     _, first, inverse = np.unique(bins, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse]
 
@@ -152,7 +152,7 @@ class Statistics:
 
 
 def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
-    """Compute the statistics that are printed at start-up."""
+    """Compute the statistics printed at startup."""
     assert corpus.conversations is not None and corpus.mask is not None
     lengths, kept = np.diff(corpus.offsets), rows.conversations
     lost = lengths[kept] - 1 - rows.places
@@ -175,7 +175,7 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
 
 
 def _alike(corpus: TokenCache, kept: np.ndarray) -> int:
-    """Count the pairs with two identical answers."""
+    """Count the pairs whose two answers are identical."""
     chosen = kept[::2]
     lengths = np.diff(corpus.offsets)
     begins = corpus.offsets[chosen[lengths[chosen] == lengths[chosen + 1]]]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from toolkit.data.text_files import Chunk
 
 CLASSIFICATION, PREFERENCE = "classification", "preference"
-"""Formats of rows with a text and its class, and with two answers to a prompt."""
+"""Formats of rows with a text and its class, and of rows with two answers to a prompt."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Corpus:
     """An ordered list of files. ``name`` is the user's name for it.
 
     ``identity`` identifies the contents if they are known without reading the files. With a ``shape``, rows
-    are conversations or labeled texts instead of plain texts. ``splits`` are those of the folder that the
-    files come from; ``notes`` describe which of its files are used and which are skipped.
+    are conversations or labeled texts instead of plain texts. ``splits`` are the splits of the files' folder;
+    ``notes`` describe which of its files are used and which are skipped.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Corpus:
 
     @property
     def choices(self) -> set[str]:
-        """Choices that can be made: "subset", "split", both or none."""
+        """Available choices: "subset", "split", both or none."""
         return {"split"} if self.splits else set()
 
     @property
@@ -46,7 +46,7 @@ class Corpus:
 
     @property
     def n_text_bytes(self) -> int:
-        """Approximate bytes of text."""
+        """Approximate number of bytes of text."""
         rows = [path for path in self.files if kind(path) == "rows"]
         others = [path for path in self.files if kind(path) != "rows"]
         size = sum(path.stat().st_size * (COMPRESSION if path.suffix in COMPRESSED else 1) for path in others)
@@ -54,7 +54,7 @@ class Corpus:
             return size + sum(path.stat().st_size * COMPRESSION for path in rows)
         if not rows:
             return size
-        from toolkit.data import parquet  # some tenths of a second
+        from toolkit.data import parquet  # the import takes tenths of a second
 
         return size + parquet.text_bytes(rows, self.text_column)
 
@@ -78,5 +78,5 @@ class Corpus:
                 yield from text_files.read_chunks(path, size)
 
     def fetch(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
-        """Return the source with its files on this machine, which is this one."""
+        """Return the corpus with its files on this machine; here, it is already local."""
         return self

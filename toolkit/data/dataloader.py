@@ -1,8 +1,8 @@
 """Batches for one rank: a pure function of the number of samples that the run has consumed.
 
 Global batch g after a start at sample s contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel
-rank r of R takes the r-th of R equal parts, ``local_batch_size`` at a time. These samples depend on no
-worker, prefetch depth or number of ranks, so the loader's state is one counter (and a description of what it
+rank r of R takes the r-th of R equal shards, ``local_batch_size`` at a time. The samples do not depend on
+workers, prefetch depth or number of ranks, so the loader's state is one counter (and a description of what it
 counts, to reject another corpus or mixture).
 """
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor | None]
 FIELDS = ("tokens", "labels", "positions", "documents")
 ORDERED_AT_ONCE = 4096  # samples whose order is computed in one vectorized step
-ORDERED_SPAN = 1 << 19  # samples of the run that one step may span: a mixture computes all blocks in between
+ORDERED_SPAN = 1 << 19  # range of samples in one such step: a mixture computes all blocks in between
 
 Order = Callable[[np.ndarray], np.ndarray]
 """Maps sample numbers of the run to indices in the corpora, both int64."""
 
 
 class MicroBatches(Sampler[list[int]]):
-    """Indices of this rank's micro-batches from ``start`` on; PADDING for rows past a finite end."""
+    """Indices of this rank's micro-batches from ``start`` on; PADDING for rows beyond a finite end."""
 
     def __init__(
         self, n: int, order: Order, batch: BatchShape, *, dp_rank: int, dp_size: int, infinite: bool
@@ -68,8 +68,8 @@ class MicroBatches(Sampler[list[int]]):
 class MicroBatchDataset(Dataset[Batch]):
     """Rows, collated one micro-batch at a time (torch's default collation would copy each row once more).
 
-    The rows of several corpora are concatenated in the order of ``corpora``, which is by name. If one corpus
-    has weights, those of the others are 1.
+    The rows of several corpora are concatenated in the order of ``corpora``, sorted by name. If one corpus
+    has weights, the weights of the others are 1.
     """
 
     def __init__(self, corpora: Mapping[str, TokenCache], **options: Any):
@@ -78,13 +78,13 @@ class MicroBatchDataset(Dataset[Batch]):
         self.starts = [0, *accumulate(map(len, self.rows))]
         weighted = any(corpus.weights is not None for corpus in corpora.values())
         self._plain = {"weights": np.ones(options["seq_len"], np.float32)} if weighted else {}
-        self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # RemoteArray's is concurrent
+        self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # concurrent in RemoteArray
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def __reduce__(self) -> tuple:
-        # Workers that are not forked receive the names of the cache folders, not the tokens.
+        # Workers that are not forked receive the names of cache folders instead of tokens.
         return functools.partial(MicroBatchDataset, **self.options), (self.corpora,)
 
     def __getitem__(self, indices: list[int]) -> Batch:
@@ -119,7 +119,7 @@ def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
 
 
 def identity_collate(batch: Batch) -> Batch:
-    """Return the batch, which the dataset has already collated."""
+    """Return the batch unchanged; the dataset has already collated it."""
     return batch
 
 
@@ -128,13 +128,13 @@ class Loader:
     (float32), each (B, S).
 
     positions and documents are None without a document mask; weights are absent if no corpus has any. An
-    infinite loader continues from its state. A finite one restarts with each ``iter``, yields each sample
-    once and pads the last global batch with rows without labels, so that all ranks have the same number of
+    infinite loader resumes from its state. A finite one restarts with each ``iter``, yields each sample once,
+    and pads the last global batch with rows without labels, so that all ranks have the same number of
     micro-batches.
     """
 
     mixture: MixtureOrder | None
-    """Order of a mixture, with the shares of its parts."""
+    """Order of a mixture, with the shares of its corpora."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Loader:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples per pass over the corpus; for a mixture, as many as its parts have together."""
+        """Samples per pass over the corpus; for a mixture, the total of all its corpora."""
         return self._sampler.n
 
     def conversations(self) -> Iterator[str]:
@@ -183,8 +183,8 @@ class Loader:
         return _Counted(self, iter(self._data))
 
     def check_ids(self, batch: Batch) -> None:
-        """Raise DataError if an id is not in the tokenizer: the embedding has no row for it."""
-        labels = None if self._corpora[0].labels is not None else batch["labels"]  # class labels are no ids
+        """Raise DataError if an id is outside the tokenizer's vocabulary, where the embedding has no row."""
+        labels = None if self._corpora[0].labels is not None else batch["labels"]  # class labels are not ids
         highest = max(int(part.max()) for part in (batch["tokens"], labels) if part is not None)
         if highest >= self._corpora[0].n_words:
             folders = ", ".join(str(corpus.folder) for corpus in self._corpora)
@@ -195,11 +195,11 @@ class Loader:
             )
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the number of samples consumed (not prefetched) and what identifies them."""
+        """Return the number of consumed (not prefetched) samples and a description that identifies them."""
         return {"samples": self.samples, **self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the samples that ``state`` counts, with any number of ranks, workers or batch size.
+        """Resume after the samples counted by ``state``, with any number of ranks, workers or batch size.
 
         Raises:
             DataError: The state counts samples of another corpus, seed or packing.
@@ -209,7 +209,7 @@ class Loader:
 
 
 class _Counted:
-    """Checks and counts micro-batches when they are handed over, regardless of prefetching."""
+    """Checks and counts micro-batches when they are consumed, regardless of prefetching."""
 
     def __init__(self, loader: Loader, batches: Iterator[Batch]):
         self._loader, self._batches = loader, batches
@@ -228,7 +228,7 @@ class _Counted:
 
 
 def check_same_samples(counted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise DataError if ``state`` counts other samples than ``counted`` describes."""
+    """Raise DataError if ``state`` counts different samples than ``counted``."""
     changed = [
         f"{name} was {state.get(name)!r} and is {value!r}"
         for name, value in counted.items()
@@ -244,7 +244,7 @@ def check_same_samples(counted: Mapping[str, Any], state: Mapping[str, Any]) -> 
 
 
 def lost_worker(error: RuntimeError) -> DataError | None:
-    """Convert torch's error about a worker that has exited, which interrupts whatever this process does.
+    """Convert torch's error about an exited worker, which can interrupt the main process anywhere.
 
     Returns None for any other error.
     """

@@ -1,4 +1,4 @@
-"""Kinds of text files, by their names, and the error for a corpus that cannot be used."""
+"""Kinds of text files by their names, and the error for an unusable corpus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.errors import DataError, Problem, install_command
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed text and JSON."""
-COMPRESSION = 3  # text is about three times as long as its compressed file
+COMPRESSION = 3  # text is about three times the size of its compressed file
 READ = ".txt, .jsonl or .json (plain, .gz, .bz2, .xz or .zst) or .parquet"
 SUFFIXES = (".parquet", *(kind + how for kind in (".txt", ".jsonl", ".json") for how in ("", *COMPRESSED)))
 """Suffixes of all supported files, as in :data:`READ`."""
@@ -26,34 +26,33 @@ class SourceError(DataError):
 
 
 class RowShape(Protocol):
-    """Contents of a row that is more than plain text."""
+    """Format of rows that are more than plain text."""
 
     @property
     def format(self) -> str: ...
 
     def columns(self, names: Collection[str], where: str) -> list[str]:
-        """Return the columns to read, out of ``names``. Raises SourceError, whose message contains
-        ``where``."""
+        """Return the columns to read, among ``names``. Raises SourceError with ``where`` in its message."""
 
     def check(self, row: Mapping[str, Any], where: str) -> None:
         """Raise DataError if a row does not have this shape."""
 
 
 def kind(path: Path) -> str:
-    """Return a file's kind by its name: "text", "json", or "rows" (columnar)."""
+    """Return a file's kind, based on its name: "text", "json", or "rows" (columnar)."""
     if path.suffix in (".parquet", ".arrow"):
         return "rows"
     return "json" if is_json(path) else "text"
 
 
 def is_json(path: Path) -> bool:
-    """Return whether the file contains JSON rows (else plain text), by its name."""
+    """Return whether the file contains JSON rows, not plain text, based on its name."""
     name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
     return name.endswith((".jsonl", ".json"))
 
 
 def require(package: str, what: str, key: str, value: str | None) -> None:
-    """Raise SourceError where ``package``, which ``what`` needs, is not installed."""
+    """Raise SourceError if ``package``, which ``what`` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
         rule = f"{what} needs the package {package}, which is not installed"
         raise SourceError(Problem(rule, install_command("hf"), key, value))

@@ -17,17 +17,17 @@ from toolkit.data.folder_files import choose_files
 from toolkit.errors import ConfigError, Problem, closest
 
 _LIKE_AN_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-MAX_ENTRIES = 500_000  # maximum files and folders below a folder that is searched
+MAX_ENTRIES = 500_000  # maximum number of files and folders to search below a folder
 
 
 def open_text(path: str, text_column: str = "text") -> Corpus:
-    """Find the files at ``path`` for a tool, as :func:`~toolkit.data.sources.open_corpus` does.
+    """Find the files at ``path`` for a tool, like :func:`~toolkit.data.sources.open_corpus`.
 
-    A file that is named explicitly may have any suffix and is then text.
+    A file that is named explicitly may have any suffix and is then read as text.
 
     Raises:
         SourceError: As in :func:`~toolkit.data.sources.open_corpus`, or a folder has several splits.
-        ConfigError: A column other than "text" is given, but no file has columns.
+            ConfigError: ``text_column`` is not "text", but no file has columns.
     """
     match = find(path, split=None, any_suffix=True)
     source = Corpus(path, match.files, text_column, notes=match.notes)
@@ -48,11 +48,11 @@ class FileList(NamedTuple):
 def find(path: str, *, split: str | None, any_suffix: bool = False) -> FileList:
     """Find the files at ``path``.
 
-    ``split`` selects one of several splits of a folder. With ``any_suffix``, a file that is named explicitly
-    may have any suffix.
+    ``split`` selects one of several splits of a folder. With ``any_suffix``, explicitly named files may have
+    any suffix.
 
     Raises:
-        SourceError: There are no files, one cannot be read, or a folder does not have this split.
+        SourceError: There are no files, a file cannot be read, or a folder lacks the split.
     """
     if "://" in path:
         from toolkit.data.remote_text import find_remote
@@ -68,7 +68,7 @@ def find(path: str, *, split: str | None, any_suffix: bool = False) -> FileList:
         splits += some.splits
         notes += some.notes
         for file in some.files:
-            by_real_path.setdefault(os.path.realpath(file), file)  # several links may name it
+            by_real_path.setdefault(os.path.realpath(file), file)  # several links may lead to it
     files = tuple(by_real_path.values())
     for file in files:
         if os.path.exists(file) and not os.path.isfile(file):
@@ -109,7 +109,7 @@ def _find_item(item: str, split: str | None, *, any_suffix: bool) -> FileList:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    """Return whether ``save_to_disk`` wrote this folder."""
+    """Return whether this folder was written by ``save_to_disk``."""
     single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))
     return single or os.path.isfile(path / "dataset_dict.json")
 
@@ -123,11 +123,11 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and its subfolders with their file names, each once even if several links lead to it.
 
     Raises:
-        SourceError: There are too many for ``item`` to be meant, or a folder cannot be read.
+        SourceError: There are so many that ``item`` is probably a mistake, or a folder cannot be read.
     """
 
     def raise_error(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # ignore folders removed meanwhile
+        if not isinstance(error, FileNotFoundError):  # ignore folders removed during the search
             rule = f"the folder {error.filename} cannot be read: {error.strerror}"
             raise _path_error(item, rule, "make it readable, or use a more specific path")
 
@@ -135,7 +135,7 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
     for here, folders, names in os.walk(top, followlinks=True, onerror=raise_error):
         try:
             status = os.stat(here)
-        except OSError:  # removed meanwhile
+        except OSError:  # removed during the search
             continue
         entries += 1 + len(names)
         if entries > MAX_ENTRIES:
@@ -150,7 +150,7 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _matches(pattern: str, item: str) -> Iterator[str]:
-    """Yield the paths that a glob matches; Python's follows link cycles some forty times."""
+    """Yield the paths that match a glob; Python's glob follows a link cycle about forty times."""
     head, recursive, tail = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern).partition("**/")
     if not recursive or (head and not head.endswith("/")):
         yield from glob.iglob(pattern)
@@ -174,7 +174,7 @@ def _path_error(path: str, rule: str, fix: str) -> SourceError:
 
 
 def check_columns(source: Corpus) -> None:
-    """Check for missing columns before a run starts, in the first file of each kind."""
+    """Check the first file of each kind for missing columns before a run starts."""
     first, shape = {kind(path): path for path in reversed(source.files)}, source.shape
     if zst := next((path.name for path in source.files if path.suffix == ".zst"), None):
         require("pyarrow", f"reading {zst}", "dataset_path", source.name)
@@ -186,7 +186,7 @@ def check_columns(source: Corpus) -> None:
         _check_first_row(first["json"], source)
     if "rows" in first:
         require("pyarrow", f"reading {first['rows'].name}", "dataset_path", source.name)
-        from toolkit.data import parquet  # some tenths of a second
+        from toolkit.data import parquet  # the import takes tenths of a second
 
         if shape:
             parquet.check_shape(first["rows"], shape)

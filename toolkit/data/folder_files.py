@@ -1,6 +1,6 @@
-"""Choice of a folder's text files: those of one split, if names indicate splits as in a cloned dataset.
+"""Choose a folder's text files: those of one split, if names indicate splits as in a cloned dataset.
 
-Splits are detected as in Hugging Face's ``datasets`` for a dataset that does not list its files: by shards
+Splits are detected as Hugging Face's ``datasets`` does for a dataset that does not list its files: by shards
 (``data/train-00000-of-00002.parquet``), else by a word in folder names (``train/a.jsonl``), else by a word in
 file names (``my_test-1.parquet``). If some files have such a word, files without one belong to no split.
 Names are relative to the folder."""
@@ -43,12 +43,12 @@ class ChosenFiles(NamedTuple):
 
 
 def choose_files(folder: str, names: Iterable[str], split: str | None) -> ChosenFiles:
-    """Choose from the ``names`` of all files in ``folder``, with / between their parts.
+    """Choose from ``names``, the paths of all files relative to ``folder``, separated by /.
 
     ``split`` None selects the only split.
 
     Raises:
-        SourceError: The folder has no text, not this split, or several splits but ``split`` is None.
+            SourceError: The folder has no text, lacks the split, or has several splits and ``split`` is None.
     """
     text, no_data, unread = [], [], []
     for name in sorted(names):
@@ -79,7 +79,7 @@ def choose_files(folder: str, names: Iterable[str], split: str | None) -> Chosen
 
 
 def no_split(folder: str, split: str | None, splits: list[str]) -> SourceError:
-    """Return the error for a split that a folder does not have, or for several splits to choose from."""
+    """Return the error for a missing split, or for a choice among several splits."""
     present = ", ".join(splits)
     if split is None:
         rule, fix = f"the folder has several splits: {present}", "use the files or the folder of one of them"
@@ -89,7 +89,8 @@ def no_split(folder: str, split: str | None, splits: list[str]) -> SourceError:
 
 
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files of each split, first those of :data:`_WORDS`; empty if no name indicates one."""
+    """Return the files of each split, in the order of :data:`_WORDS` first; empty if no name indicates
+    one."""
     names = list(names)
     shards: dict[str, list[str]] = {split: [] for split in _WORDS}
     for name in names:

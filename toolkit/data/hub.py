@@ -1,7 +1,7 @@
 """Hugging Face datasets: folders of ``save_to_disk``, and datasets of the Hub. Needs the extra ``hf``.
 
 Both are lists of Arrow files. A folder of ``save_to_disk`` is read without the package ``datasets``. A
-dataset of the Hub is downloaded once by that package, into its own cache, by one process:
+dataset of the Hub is downloaded once, by one process, with that package and into its cache:
 
     <cache folder>/hub/<request>.json    the downloaded files, and the fingerprint of the revision
 
@@ -35,7 +35,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def saved_files(folder: Path, split: str | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Return the Arrow files of a folder that ``save_to_disk`` wrote, and its splits if it has several."""
+    """Return the Arrow files of a folder written by ``save_to_disk``, and its splits if it has several."""
     splits: list[str] = []
     try:
         if (folder / "dataset_dict.json").is_file():
@@ -65,10 +65,10 @@ def saved_files(folder: Path, split: str | None) -> tuple[tuple[Path, ...], tupl
 def hub_dataset(
     name: str, text_column: str, subset: str | None, split: str, shape: RowShape | None = None
 ) -> HubSource:
-    """Return a dataset of the Hub, or one of :data:`KNOWN`, without accessing the network.
+    """Return a dataset of the Hub, or one of :data:`KNOWN`, without network access.
 
     Raises:
-        SourceError: The name is invalid or that of a local file, or the package is missing.
+        SourceError: The name is invalid or names a local file, or the package is missing.
     """
     if expand_user(name).exists():
         rule = "this is a local file or folder, but dataset is the name of a corpus"
@@ -93,11 +93,11 @@ class HubSource(Corpus):
         return {"subset", "split"}
 
     def fetch(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
-        """Return the source with its Arrow files, downloaded if there is no record of them, or ``again``.
+        """Return the corpus with its Arrow files, downloaded if no record of them exists, or ``again``.
 
         Raises:
             DataError: The dataset, its subset or its split does not exist, the network or package is missing,
-                or it is larger than ``max_bytes``, as far as the Hub knows its size.
+                or the dataset is larger than ``max_bytes``, if the Hub knows its size.
         """
         request = json.dumps([self.name, self.subset, self.split])
         record = cache_folder / "hub" / f"{hashlib.sha256(request.encode()).hexdigest()[:32]}.json"
@@ -116,7 +116,7 @@ class HubSource(Corpus):
         return Corpus(self.name, files, self.text_column, identity=identity, shape=self.shape)
 
     def remote(self) -> Corpus:
-        """Return the source as files on the Hub, without downloading them.
+        """Return the corpus as files on the Hub, without downloading them.
 
         Raises:
             DataError: As in :meth:`fetch`, or the dataset is neither JSON lines nor Parquet.
@@ -159,7 +159,7 @@ def _download(source: HubSource, folder: Path, progress: bool, max_bytes: float)
         rule = f"fetching {_title(source)} needs the package datasets, which is not installed"
         raise DataError(f"{rule}\n  fix:  {install_command('hf')}") from error
 
-    # Versions before 4 would run a script of the dataset, if the environment allowed it.
+    # Versions before 4 would run a dataset's script if the environment allowed it.
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     if not progress:
         datasets.disable_progress_bars()

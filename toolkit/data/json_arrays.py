@@ -1,8 +1,8 @@
-"""The rows of a JSON file that is one array, in blocks of its own bytes.
+"""Rows of a JSON file that consists of one array, in blocks of the file's bytes.
 
 The comma between two rows becomes :data:`BETWEEN`, the brackets around the array become spaces, and every
-other byte stays in place, so that lines and offsets are those of the file. Memory use is one block and one
-row. Rows are only delimited here; the reader of a row parses it and reports invalid JSON.
+other byte is unchanged, so that lines and offsets are those of the file. Memory use is one block and one row.
+Rows are only delimited here; the reader of a row parses it and reports invalid JSON.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import BinaryIO
 from toolkit.errors import DataError
 
 BETWEEN = "\x1e"
-"""Separator of two rows. JSON does not allow this character, not even in strings."""
+"""Separator of two rows, a character that JSON does not allow, not even in strings."""
 ROW_BYTES = 64 << 20
 """Maximum size of a row. With a missing quote or bracket, a row would otherwise extend to the end of the
 file."""
 _LINES = "write one JSON object per line (.jsonl)"
-_CUT = 16  # characters before the end where an error may only be a truncated word or escape
+_CUT = 16  # characters before the end where an error may just be a truncated word or escape
 _BLANK = " \t\r\n"
 _SPACE = re.compile(f"[{_BLANK}]*")
 _pass_over = json.JSONDecoder(strict=False, parse_int=len, parse_float=len).raw_decode
@@ -35,10 +35,11 @@ def begins_array(head: bytes) -> bool:
 
 
 def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield the rows of the array that starts with ``head`` and continues in ``stream``, each with True.
+    """Yield blocks of rows of the array that starts with ``head`` and continues in ``stream``, each with
+    True.
 
     Blocks have ``size`` bytes or slightly more; all but the last end with :data:`BETWEEN`. A row of invalid
-    JSON contains everything read after it, and is the last.
+    JSON includes everything read after it, and is the last.
 
     Raises:
         DataError: The array does not end, something follows it, or a row is larger than :data:`ROW_BYTES`.
@@ -78,8 +79,8 @@ def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterat
 
 
 def _row_end(text: str, at: int, *, first: bool) -> int | None:
-    """Return the index of the comma or bracket after the row at ``at``, or of the bracket of an empty array;
-    None if more text is needed.
+    """Return the index of the comma or bracket after the row at ``at``, or of the bracket that closes an
+    empty array; None if more text is needed.
 
     Raises:
         ValueError: There is no valid row.

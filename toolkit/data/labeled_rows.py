@@ -1,7 +1,7 @@
-"""Rows of constant length from labeled texts, which are never split over rows.
+"""Rows of constant length from labeled texts, which are never split across rows.
 
-The label at a text's last token is the number of its class; all other tokens have none. A text longer than a
-row is truncated. With packing, texts share rows by best fit, each as its own document; otherwise each has a
+The label at a text's last token is its class number; all other tokens have no label. A text longer than a row
+is truncated. With packing, texts share rows by best fit, each as its own document; otherwise each has a
 padded row.
 """
 
@@ -26,9 +26,9 @@ class LabeledRows(Rows):
         lengths = np.minimum(np.diff(corpus.offsets), seq_len)
         rows = best_fit(lengths, seq_len) if packing else np.arange(len(lengths))
         self.texts = np.argsort(rows, kind="stable")
-        """The texts, row by row."""
+        """Indices of the texts, row by row."""
         self.starts = np.searchsorted(rows[self.texts], np.arange(rows.max(initial=-1) + 2))
-        """(rows + 1,) start of each row in these."""
+        """(rows + 1,) start of each row in ``texts``."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -1,6 +1,6 @@
 """Labeled texts for classification: rows of a text and a label, as token ids and class numbers.
 
-A text is encoded with BOS and without EOS, as it is when the trained model is used.
+A text is encoded with BOS and without EOS, as in inference.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VERSION = 1  # increment when the ids of texts change
 
 @dataclass(frozen=True)
 class LabeledTexts:
-    """Shape of rows with a text, in a column or template, and the number or name of a class in
-    ``label_column``; ``names`` are those of the classes."""
+    """Shape of rows with a text, in a column or template, and a class number or name in ``label_column``;
+    ``names`` are the class names."""
 
     format: ClassVar[str] = CLASSIFICATION
 
@@ -36,8 +36,7 @@ class LabeledTexts:
     names: tuple[str, ...]
 
     def columns(self, names: Collection[str], where: str) -> list[str]:
-        """Return the columns to read. Raises SourceError, with ``where``, for one that is not in
-        ``names``."""
+        """Return the columns to read. Raises SourceError, with ``where``, if one is not in ``names``."""
         texts = template_for(self.text_column, names, where).columns
         if self.label_column not in names:
             present = first_few(list(map(repr, names)), 20) or "none"
@@ -94,7 +93,7 @@ class LabeledTextEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything that ids and classes depend on besides the text and the tokenizer."""
+        """Everything besides text and tokenizer that ids and classes depend on."""
         shape = self.shape
         return [VERSION, shape.format, shape.text_column, shape.label_column, list(shape.names)]
 

@@ -1,19 +1,19 @@
-"""Weighted mixtures: computes which sample of which corpus each sample of a run is, without a table.
+"""Weighted mixtures: map each sample of a run to a sample of a corpus by computation, without a table.
 
-The run is split into blocks of BLOCK samples, and every block has the same number of samples of each part,
-its quota: the weight's share of BLOCK, rounded by largest remainder. Within block b
+The run is split into blocks of BLOCK samples. In every block, each part of the mixture has the same number of
+samples, its quota: the weight's share of BLOCK, rounded by largest remainder. Within block b
 
     the positions are permuted by swap-or-not (``sampler.permute``), keyed by seed and b;
     the quotas are consecutive ranges of [0, BLOCK): the range of a position's image determines its part;
     the r-th of the block's positions that draw part i, in order of position, gets draw b·quota_i + r of i.
 
-So each part's draws are 0, 1, 2, … in the order of the run, and draw j of a part is the same as sample j of
-a run over that part alone: ``sampler.corpus_indices``, also keyed by the part's name, so that two corpora of
-the same length have different permutations. Each part has its own epochs.
+So each part's draws are 0, 1, 2, … in the order of the run. Draw j of a part is sample j of a run over that
+part alone (``sampler.corpus_indices``), additionally keyed by the part's name, so that two corpora of the
+same length have different permutations. Each part has its own epochs.
 
-A sample depends on the seed, on the names, weights and lengths of the parts and on its number, but not on the
-order of the parts, ranks or batches. It costs O(1) given the table of its block, of which the last few are
-cached, and the keys of each part's epoch.
+A sample depends on the seed, on the names, weights and lengths of the parts, and on its number, but not on
+the order of the parts, ranks or batches. It costs O(1) given the table of its block, of which the last few
+are cached, and the keys of each part's epoch.
 
 Without shuffling, each part yields its samples in file order; the parts are interleaved as above.
 """
@@ -32,14 +32,14 @@ BLOCK = 10_000
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """Return the exact number of samples per block for each weight, read as a decimal."""
+    """Return the exact number of samples per block for each weight, which is read as a decimal number."""
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values())
     return {name: weight * BLOCK / total for name, weight in exact.items()}
 
 
 def quotas(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the samples per block for each part: shares rounded by largest remainder.
+    """Return the number of samples of each part per block: shares rounded by largest remainder.
 
     Raises:
         ValueError: A weight is below one sample per block.
@@ -55,17 +55,17 @@ def quotas(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 class MixtureOrder:
-    """Order of a mixture's samples. Indices of a part start after those of the parts before it."""
+    """Order of a mixture's samples. Indices of a part start after the indices of preceding parts."""
 
     def __init__(self, weights: Mapping[str, float], lengths: Sequence[int], *, seed: int, shuffle: bool):
-        """``lengths`` are the numbers of samples; parts are in ascending order of their names."""
+        """``lengths`` are numbers of samples; parts are in ascending order of name."""
         if list(weights) != sorted(weights):
             raise ValueError(f"parts out of order: {list(weights)}")
         self.quotas, self.lengths = quotas(weights), tuple(lengths)
         self.seed, self.shuffle = seed, shuffle
 
     def __len__(self) -> int:
-        """Return the number of samples of all parts, which is an epoch of a mixture."""
+        """Return the total number of samples of all parts, one epoch of a mixture."""
         return sum(self.lengths)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ def percent(quota: int) -> str:
 
 
 def identity(counts: Mapping[str, int]) -> dict[str, str]:
-    """Describe the order of a mixture with these quotas, without its corpora, for comparison."""
+    """Describe the order of a mixture with these quotas, without the corpora, for comparison."""
     about = {f"{name}.share": percent(counts[name]) for name in sorted(counts)}
     return {"corpus": f"mixture of {', '.join(sorted(counts))}"} | about
 

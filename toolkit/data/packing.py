@@ -1,16 +1,16 @@
 """Rows of constant length from a tokenized corpus.
 
-Packed: documents are concatenated in corpus order and split every ``seq_len`` tokens; row k reads the
-``seq_len + 1`` tokens from k·seq_len, so that every token is predicted exactly once per epoch, except the
-very first and a tail shorter than a row. The documents that share a row are the same in every epoch; only
-the order of rows changes. (Shuffling documents first would need a table as long as the corpus for each epoch,
-and the document mask hides a document's neighbors from the model anyway.)
+Packed: documents are concatenated in corpus order and split every ``seq_len`` tokens. Row k reads the
+``seq_len + 1`` tokens from k·seq_len, so every token is predicted exactly once per epoch, except the very
+first and a tail shorter than a row. The documents that share a row are the same in every epoch; only the
+order of rows changes. (Shuffling documents first would need a table as long as the corpus for each epoch, and
+the document mask hides a document's neighbors from the model anyway.)
 
 Padded: one document per row, truncated to ``seq_len`` tokens or padded.
 
-With ``document_mask``, positions restart and ``documents`` counts up at each document, and the last token of
-a document has no label, because the next token belongs to another document. A document that starts in an
-earlier row restarts its positions at the row's start: attention cannot see the earlier part.
+With ``document_mask``, positions restart and ``documents`` increases at each document. The last token of a
+document has no label, because the next token belongs to another document. A document that starts in an
+earlier row restarts its positions at the row's start, because attention cannot see the earlier part.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Sample = dict[str, np.ndarray]
 
 
 class Rows(ABC):
-    """Rows of a corpus; tokens, labels, positions (int64), documents (int32) and, if the corpus has any,
-    weights of the labels (float32), each (seq_len,)."""
+    """Rows of a corpus: tokens, labels, positions (int64), documents (int32) and, if the corpus has any,
+    label weights (float32), each (seq_len,)."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Rows(ABC):
         document_mask: bool = True,
         pad_id: int = 0,
     ):
-        """``tokens`` (N,) unsigned; ``offsets`` (D + 1,) int64, the start of each document, and N."""
+        """``tokens`` (N,) unsigned; ``offsets`` (D + 1,) int64, the start of each document, then N."""
         self.tokens, self.offsets, self.seq_len = tokens, offsets, seq_len
         self.document_mask, self.pad_id = document_mask, pad_id
         self._arange = np.arange(seq_len)
@@ -68,13 +68,13 @@ class PackedRows(Rows):
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def sample(self, k: int) -> Sample:
-        """Return row ``k``, reading seq_len + 1 tokens of the file."""
+        """Return row ``k``; reads seq_len + 1 tokens."""
         start, length = k * self.seq_len, self.seq_len
         window = self.tokens[start : start + length + 1].astype(np.int64)
         row = {"tokens": window[:-1], "labels": window[1:]}
         if self.document_mask:
             low, high = np.searchsorted(self.offsets, (start, start + length), side="right")
-            begins = self.offsets[low:high] - start  # documents after the row's first, in (0, length]
+            begins = self.offsets[low:high] - start  # starts of the row's later documents, in (0, length]
             row["labels"] = window[1:].copy()
             row["labels"][begins - 1] = IGNORED_LABEL
             begins = begins[begins < length]
@@ -107,7 +107,7 @@ class PaddedRows(Rows):
 def corpus_rows(
     tokens: np.ndarray, offsets: np.ndarray, seq_len: int, *, packing: bool, document_mask: bool, pad_id: int
 ) -> Rows:
-    """Return the rows of a corpus. Raises DataError if it is too short for one."""
+    """Return the rows of a corpus. Raises DataError if it is too short for one row."""
     kind = PackedRows if packing else PaddedRows
     rows = kind(tokens, offsets, seq_len, document_mask=document_mask, pad_id=pad_id)
     if len(rows) == 0:

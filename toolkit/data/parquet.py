@@ -1,8 +1,8 @@
 """Parquet files, and the Arrow files of Hugging Face datasets, as a stream of bounded chunks.
 
-Only the needed columns are read. A Parquet file is decoded some thousand rows at a time, fewer if documents
-are long, an Arrow file in the batches it was written in; chunks of about 1 MiB are yielded. Needs the extra
-``hf``, and is imported only for such files.
+Only the needed columns are read. A Parquet file is decoded a few thousand rows at a time, fewer if documents
+are long; an Arrow file, in the batches in which it was written. Chunks of about 1 MiB are yielded. Needs the
+extra ``hf``, and is imported only for such files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from toolkit.errors import DataError, quote
 from toolkit.io.json_fields import parse_json
 
 BATCH_ROWS = 4096  # upper bound, if statistics underestimate the documents
-SAMPLED_FILES = 16  # footers read to estimate the text of a corpus
+SAMPLED_FILES = 16  # number of footers to read for an estimate of a corpus's text
 
 
 @dataclass(frozen=True)
 class RowChunk:
-    """A chunk (:class:`toolkit.data.text_files.Chunk`) of whole rows of the file, starting at ``row`` (from
-    0).
+    """A chunk (:class:`toolkit.data.text_files.Chunk`) of whole rows of a file, starting at ``row`` (from 0).
 
     ``data`` is an Arrow stream of one record batch with only the needed columns.
     """
@@ -75,7 +74,7 @@ class RowChunk:
 
 
 def read_shaped(path: Path, shape: RowShape) -> Iterator[RowChunk]:
-    """Yield the chunks of a file whose rows have a shape, in order, with its columns."""
+    """Yield the chunks of a file whose rows have ``shape``, in order, with the columns of the shape."""
     with _errors(path):
         columns = _columns(path, shape)
         batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
@@ -91,7 +90,7 @@ def read_shaped(path: Path, shape: RowShape) -> Iterator[RowChunk]:
 
 
 def read_chunks(path: Path, text_column: str, size: int = 0) -> Iterator[RowChunk]:
-    """Yield the chunks of a Parquet or Arrow file, in order, as
+    """Yield the chunks of a Parquet or Arrow file in order, like
     :func:`toolkit.data.text_files.read_chunks`."""
     with _errors(path):
         template = _template(path, _schema(path), text_column)
@@ -108,19 +107,19 @@ def read_chunks(path: Path, text_column: str, size: int = 0) -> Iterator[RowChun
 
 
 def check_schema(path: Path, text_column: str) -> None:
-    """Raise DataError if a column is missing or does not contain strings, based on the file's schema."""
+    """Raise DataError if the file's schema lacks a column, or a column does not contain strings."""
     with _errors(path):
         _template(path, _schema(path), text_column)
 
 
 def check_shape(path: Path, shape: RowShape) -> None:
-    """Raise DataError if a column of the shape is missing, based on the file's schema."""
+    """Raise DataError if the file's schema lacks a column of ``shape``."""
     with _errors(path):
         _columns(path, shape)
 
 
 def text_bytes(paths: list[Path], text_column: str) -> int:
-    """Estimate the bytes of text from the metadata of some files and the sizes of all."""
+    """Estimate the bytes of text from the metadata of some files and the sizes of all files."""
     sampled = paths[:: -(-len(paths) // SAMPLED_FILES)] if paths else []
     on_disk = sum(path.stat().st_size for path in sampled)
     text = sum(_file_text_bytes(path, text_column) for path in sampled)
@@ -155,7 +154,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _readable(path: Path) -> Any:
-    """Return what Arrow reads a file from: its path, or an open remote file."""
+    """Return the source from which Arrow reads a file: its path, or an open remote file."""
     return path if isinstance(path, Path) else open_regular(path)
 
 
@@ -220,7 +219,7 @@ def _arrow_batches(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[pa.Re
 
 
 def _as_strings(column: pa.Array) -> pa.Array:
-    """Convert to one of the two types with known lengths; dictionaries and views are expanded."""
+    """Convert to one of the two string types with known lengths; dictionaries and views are expanded."""
     return column if pa.types.is_string(column.type) else column.cast(pa.large_string())
 
 
@@ -235,7 +234,7 @@ def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
-    """Convert a value as in JSON lines: a map becomes an object, a JSON text its value."""
+    """Convert a value to its form in JSON lines: a map becomes an object, a JSON text its value."""
     if value is None or isinstance(value, str) and pa.types.is_string(kind):
         return value
     if pa.types.is_struct(kind):
@@ -257,5 +256,5 @@ def _stream(rows: pa.RecordBatch) -> bytes:
     with pa.ipc.new_stream(sink, rows.schema) as stream:
         stream.write_batch(
             rows
-        )  # writes only these rows; pickle would include the batch they are sliced from
+        )  # writes only these rows; pickle would include the batch from which they are sliced
     return sink.getvalue().to_pybytes()

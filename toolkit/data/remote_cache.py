@@ -1,13 +1,13 @@
-"""Token caches in object storage: uploaded while they are built, read sample by sample.
+"""Token caches in object storage: uploaded while being built, read sample by sample.
 
     <cache URL>/tokens/<key>/                 the files of a cache, complete once meta.json exists
     <local cache>/remote/<key>/offsets.bin    copies of the small files, verified by their hashes
                               /conversations.bin, labels.bin
 
-A run requests the tokens of a sample when it needs them and stores none: neither memory nor disk use grows
-with the corpus. The starts of documents are needed for every sample and are therefore copied, 8 bytes per
-document. A key identifies the content, and each file becomes visible only when it is complete: concurrent
-builds write the same bytes. Imports no torch.
+A run requests the tokens of a sample when it needs them and does not store them, so neither memory nor disk
+use grows with the number of tokens. The starts of documents are needed for every sample and are therefore
+copied, 8 bytes per document. A key identifies the content, and each file becomes visible only when it is
+complete, so concurrent builds write the same bytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from toolkit.storage.remote_path import RemotePath
 BY_RANGES = ("tokens.bin", "mask.bin", "weights.bin")
 """Files whose size grows with the number of tokens."""
 REQUESTS_AT_ONCE = 16
-"""Number of samples of a micro-batch that are requested concurrently."""
+"""Maximum number of samples of a micro-batch to request concurrently."""
 
 
 class RemoteArray:
-    """A 1D array in a file in object storage; each slice is read by one request."""
+    """A 1D array stored in a file in object storage; each slice is read by one request."""
 
     def __init__(self, path: RemotePath, dtype: DTypeLike, n: int):
         self._path, self._n = path, n
@@ -49,7 +49,7 @@ class RemoteArray:
         return self._n
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Read a slice. Raises DataError if the store does not answer, or the file has been replaced."""
+        """Read a slice. Raises DataError if the store does not answer, or the file was replaced."""
         start, stop, step = part.indices(self._n)
         assert step == 1
         values = np.empty(max(0, stop - start), self.dtype)
@@ -63,15 +63,15 @@ class RemoteArray:
 
     @staticmethod
     def map(function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
-        """Apply ``function`` to all items concurrently, as ``map`` would."""
+        """Apply ``function`` to all items concurrently; otherwise like the built-in ``map``."""
         return _threads(os.getpid()).map(function, items)
 
 
 def remote_array(path: Path, dtype: DTypeLike, n: int, hashes: Sequence[str]) -> np.ndarray:
-    """Open an array of length ``n`` in a file of a cache.
+    """Open an array of length ``n`` in a cache file.
 
-    Large files are read by ranges, by an object that supports slices like an array; others are copied to this
-    machine and mapped into memory.
+    Large files are read in byte ranges, by an object that supports slices like an array. Others are copied to
+    this machine and memory-mapped.
 
     Raises:
         DataError: The store does not answer, the hashes differ, or the copy cannot be written.
@@ -107,7 +107,7 @@ def _local_copy(path: RemotePath, size: int, hashes: Sequence[str]) -> Path:
 
 
 class RemoteBuilding:
-    """A cache that is uploaded while it is built, meta.json last."""
+    """A cache that is uploaded while being built; meta.json is uploaded last."""
 
     def __init__(self, folder: RemotePath):
         self._folder, self._names = folder, list[str]()
@@ -119,8 +119,8 @@ class RemoteBuilding:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or issubclass(kind, StorageError):
-            return  # a later build overwrites what a failing store has kept
-        if not (self._folder / "meta.json").exists():  # else another process has completed it meanwhile
+            return  # a later build overwrites what a failing store retained
+        if not (self._folder / "meta.json").exists():  # otherwise another process has completed it
             for name in self._names:
                 (self._folder / name).unlink()
 
@@ -136,5 +136,5 @@ class RemoteBuilding:
 
 @lru_cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads of this process; a forked process has none of its parent's."""
+    """Return this process's thread pool; a forked process does not inherit its parent's threads."""
     return ThreadPoolExecutor(REQUESTS_AT_ONCE, "samples")

@@ -1,6 +1,6 @@
 """Text files in object storage, on the Hub or on a web server, found by URL and read by byte ranges.
 
-Retries, timeouts and messages are those of :mod:`toolkit.storage.remote_path`.
+Retries, timeouts and messages come from :mod:`toolkit.storage.remote_path`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MAGIC = "*?["
 
 
 class RemoteText(RemotePath):
-    """A read-only file of any fsspec file system, with its ``size`` in bytes."""
+    """A read-only file in any fsspec file system; ``size`` is in bytes."""
 
     reads = True
     size: int | None = None
 
     def stat(self) -> Any:
-        """Return only ``st_size`` and ``st_mode``, which are requested once."""
+        """Return only ``st_size`` and ``st_mode``; they are requested once."""
         if self.size is None:
             status = super().stat()
             self.size, self._mode = status.st_size, status.st_mode
@@ -45,13 +45,13 @@ class RemoteText(RemotePath):
 
 
 def find_remote(urls: str, split: str | None) -> tuple[tuple[Path, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the files at ``urls``, with the splits and notes of their folders, of which ``split`` is used.
+    """Return the files at ``urls``, and the splits and notes of their folders; ``split`` selects a split.
 
-    A URL is a file, a folder (searched recursively) or a pattern; several are separated by commas. The files
-    replace paths wherever text is read.
+    A URL is a file, a folder (searched recursively) or a pattern; several are separated by commas. The
+    returned files can be used wherever text is read from paths.
 
     Raises:
-        SourceError: There are none, one has an unsupported suffix, or a folder does not have this split.
+        SourceError: There are no files, one has an unsupported suffix, or a folder lacks the split.
         StorageError: The store cannot be reached, or denies access.
     """
     by_url: dict[str, RemoteText] = {}

@@ -1,4 +1,4 @@
-"""Data that the launcher has prepared for the ranks of a run. Imports no torch."""
+"""Data prepared by the launcher for the ranks of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from toolkit.data.token_files import MixturePart, TokenCache, open_cache
 from toolkit.errors import DataError
 
 TOKENS = "TOOLKIT_TOKENS"
-"""Environment variable in which a launcher passes the run's data to its ranks, as text."""
+"""Environment variable in which a launcher passes the run's data, as text, to its ranks."""
 
 BASE_CORPUS = "validation.base_corpus"
-"""Table of the plain text that measures forgetting."""
+"""Config table of the plain text on which forgetting is measured."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The corpora of a run as tokens.
+    """The tokenized corpora of a run.
 
     Attributes:
-        n_words: Number of tokens in the tokenizer.
-        pad_id: Its padding token, if it has one.
-        caches: Corpora by the names of their tables in the config.
+        n_words: Number of tokens in the tokenizer's vocabulary.
+        pad_id: The tokenizer's padding token, or None.
+        caches: Corpora by the names of their config tables.
     """
 
     n_words: int
@@ -34,11 +34,11 @@ class RunData:
 
     @property
     def weighted(self) -> bool:
-        """True if tokens of some corpus have loss weights."""
+        """True if a corpus has loss weights."""
         return any(cache.weights is not None for cache in self.caches.values())
 
     def train(self, config: Config) -> TokenCache | tuple[MixturePart, ...]:
-        """Return the training corpus, or the parts of its mixture."""
+        """Return the training corpus, or the corpora of its mixture."""
         parts = sorted(config.data.mixture.items())
         return (
             tuple(MixturePart(name, part.weight, self.caches[f"data.mixture.{name}"]) for name, part in parts)
@@ -46,7 +46,7 @@ class RunData:
         )
 
     def text(self) -> str:
-        """Serialize the data for :func:`from_text`, which opens it again on this machine."""
+        """Serialize the data for :func:`from_text`, which reopens it on this machine."""
         folders = {table: str(cache.folder) for table, cache in self.caches.items()}
         return json.dumps({"n_words": self.n_words, "pad_id": self.pad_id, "caches": folders})
 
@@ -55,7 +55,7 @@ def from_text(text: str) -> RunData:
     """Open data serialized by :meth:`RunData.text`.
 
     Raises:
-        DataError: A cache has been removed or damaged since.
+            DataError: A cache has since been removed or damaged.
     """
     values = json.loads(text)
     try:

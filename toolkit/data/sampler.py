@@ -3,10 +3,10 @@
 Swap-or-not (Hoang, Morris and Rogaway, "An enciphering scheme based on a card shuffle", CRYPTO 2012): in each
 round r every index x has the partner (K_r − x) mod n, and a keyed coin of the pair decides whether the two
 are swapped. It is exact for every n, needs O(1) memory and, unlike a Feistel network, no cycle walking. The
-probability that an index is never moved is 2**−ROUNDS.
+probability that an index never moves is 2**−ROUNDS.
 
-The round keys are bytes of SHAKE-256 and the coin is the finalizer of SplitMix64: only integer arithmetic, so
-the order is the same on every platform and in every version of Python and NumPy.
+The round keys are bytes of SHAKE-256, and the coin is the finalizer of SplitMix64. All arithmetic is integer,
+so the order is the same on every platform and in every version of Python and NumPy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def permute(index: int, n: int, key: bytes) -> int: ...
 @overload
 def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray: ...
 def permute(index: int | np.ndarray, n: int, key: bytes) -> int | np.ndarray:
-    """Apply the permutation of [0, n) with this ``key`` to ``index`` (an integer or int array)."""
+    """Apply the permutation of [0, n) keyed by ``key`` to ``index`` (an integer or int array)."""
     x = np.atleast_1d(np.asarray(index, dtype=np.int64))
     if n < 1 or (x.size and (x.min() < 0 or x.max() >= n)):
         raise IndexError(f"index {index} is not in [0, {n})")
@@ -47,14 +47,14 @@ def _coin(z: np.ndarray) -> np.ndarray:
 
 
 def epoch_key(seed: int, epoch: int, part: str = "") -> bytes:
-    """Return the key of one epoch's order; each ``part`` of a mixture has its own."""
+    """Return the key of one epoch's order; each corpus (``part``) of a mixture has its own."""
     return f"llama-toolkit sample order 1, seed {seed}, epoch {epoch}{part and f', part {part}'}".encode()
 
 
 def corpus_indices(samples: np.ndarray, n: int, *, seed: int, shuffle: bool, part: str = "") -> np.ndarray:
     """Map the run's ``samples`` to indices of the corpus's ``n`` samples (both int64, same shape).
 
-    Epoch e is the run's samples [e·n, (e+1)·n): each sample of the corpus once, in a new order.
+    Epoch e consists of the run's samples [e·n, (e+1)·n): each sample of the corpus once, in a new order.
     """
     epochs, indices = np.divmod(samples, n)
     if shuffle:

@@ -1,8 +1,8 @@
 """Sources of text: files found by name, folder or glob, or a dataset of the Hugging Face Hub.
 
-Supported are text, JSON and Parquet (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and
-folders written by ``datasets.save_to_disk``. A corpus is the files in sorted order, the documents of each in
-file order. A dataset of the Hub is downloaded only when its tokens are first needed
+Text, JSON and Parquet are supported (:mod:`toolkit.data.text_files`, :mod:`toolkit.data.parquet`), and
+folders written by ``datasets.save_to_disk``. A corpus consists of the files in sorted order, each with its
+documents in file order. A dataset of the Hub is downloaded only when its tokens are first needed
 (:mod:`toolkit.data.hub`)."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EMBEDDED = {
     "c4_validation": "validation.jsonl.gz",
 }
 STAND_INS = {"c4_test": "embedded", "c4_validation": "embedded_validation"}
-"""torchtitan's names for samples of C4, for which the embedded books stand in offline, and their own
-names."""
+"""Names of the embedded books: their own, and torchtitan's names for samples of C4, which the books replace
+offline."""
 
 
 def open_corpus(
@@ -35,16 +35,16 @@ def open_corpus(
     split: str = "train",
     shape: RowShape | None = None,
 ) -> Corpus:
-    """Find a corpus: the files at ``path`` if it is given, else the corpus called ``name``.
+    """Find a corpus: the files at ``path`` if given, else the corpus called ``name``.
 
     ``path`` is a file, a folder (searched recursively, or written by ``save_to_disk``), a glob, or a
-    comma-separated list of these. ``name`` is an embedded corpus or a dataset of the Hugging Face Hub with
-    its owner; ``subset`` and ``split`` select from the latter, ``split`` also from a folder with several.
-    Takes milliseconds and no network access; columns are checked in the first row, or the schema of the first
-    file that has one.
+    comma-separated list of these. ``name`` is an embedded corpus, or a dataset of the Hugging Face Hub with
+    its owner. ``subset`` and ``split`` select from a dataset of the Hub; ``split`` also selects from a folder
+    with several splits. This takes milliseconds and no network access. Columns are checked in the first row,
+    or in the schema of the first file that has one.
 
     Raises:
-        SourceError: Unknown name, missing path, no text files, missing column or package.
+        SourceError: The name is unknown, or the path, text files, a column or a package is missing.
     """
     if path is None and name in registry("training.dataset"):
         from toolkit.data.registered import registered_corpus
@@ -70,7 +70,7 @@ def open_corpus(
 
 
 def problem_of(error: DataError, path: str | None) -> Problem:
-    """Convert an error of :func:`open_corpus` to a problem."""
+    """Convert an error of :func:`open_corpus` into a problem."""
     if isinstance(error, SourceError):
         return error.problems[0]
     rule, _, fix = str(error).partition("\n  fix:  ")
@@ -78,7 +78,7 @@ def problem_of(error: DataError, path: str | None) -> Problem:
 
 
 def check_name(name: str) -> Problem | None:
-    """Return a problem if no corpus can be called ``name``."""
+    """Return a problem if ``name`` is not a possible corpus name."""
     if name in EMBEDDED or name in registry("training.dataset") or "/" in name:
         return None
     from toolkit.data import hub

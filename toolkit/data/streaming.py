@@ -1,13 +1,13 @@
-"""Text that is tokenized during training, from local files or object storage, without using the disk.
+"""Text tokenized during training, from local files or object storage, without disk use.
 
 The files are distributed over V shards, in another order in each epoch, and a shard packs the text of its
-files into rows. Sample k of the run is row k // V of shard k mod V, regardless of ranks and workers: V is the
+files into rows. Sample k of the run is row k // V of shard k mod V, regardless of ranks and workers. V is the
 largest divisor of the global batch up to the number of files. A rank reads the shards of its rows; if several
 ranks have rows of one shard, each reads it. The position of a shard is the start of its next row: an epoch, a
 file, a chunk of the file and a token of the chunk.
 
-Memory use is two chunks of 128 KiB of text per shard. Resuming reads the file of each shard up to its chunk
-and tokenizes that chunk.
+Memory use is two chunks of 128 KiB of text per shard. Resuming reads the current file of each shard up to the
+current chunk, and tokenizes that chunk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ READERS = 16
 
 
 class ShardPosition(NamedTuple):
-    """Start of a row: ``token`` of a chunk of the shard's ``file``-th file in an epoch."""
+    """Start of a row: ``token`` within a chunk of the shard's ``file``-th file in an epoch."""
 
     epoch: int = 0
     file: int = 0
@@ -54,7 +54,7 @@ class ShardPosition(NamedTuple):
 
 
 class Encoders:
-    """Encodes chunks in ``workers`` processes, or in this one if there are none."""
+    """Encodes chunks in ``workers`` processes, or in this process if ``workers`` is 0."""
 
     def __init__(self, encode: Encoder, workers: int):
         self._encode, self._idle = encode, queue.SimpleQueue[Helper]()
@@ -65,7 +65,7 @@ class Encoders:
         self._readers = ThreadPoolExecutor(min(2 * workers, READERS), "streaming") if workers else None
 
     def next_of(self, chunks: Iterator[tuple[ShardPosition, Chunk]]) -> Future[tuple[ShardPosition, Encoded]]:
-        """Read and tokenize the next of a shard's chunks, concurrently with those of other shards."""
+        """Read and tokenize a shard's next chunk, concurrently with the chunks of other shards."""
         if self._readers:
             return self._readers.submit(self._next, chunks, self._by_helper)
         ready: Future[tuple[ShardPosition, Encoded]] = Future()
@@ -77,7 +77,7 @@ class Encoders:
         try:
             helper.send(chunk)
             encoded = helper.receive()
-        finally:  # if it has died, the next user gets the same error
+        finally:  # if the helper died, its next user gets the same error
             self._idle.put(helper)
         if isinstance(encoded, Exception):
             raise encoded
@@ -104,7 +104,7 @@ class Shard:
         seq_len: int,
         document_mask: bool,
     ):
-        """``order`` returns the indices in ``corpus`` of this shard's files of an epoch."""
+        """``order`` returns the indices in ``corpus`` of this shard's files in an epoch."""
         self._corpus, self._order, self._encoders = corpus, order, encoders
         self._seq_len, self._document_mask = seq_len, document_mask
         self.go_to(ShardPosition())
@@ -114,13 +114,13 @@ class Shard:
         self._start = position
         self._next: Future[tuple[ShardPosition, Encoded]] | None = None
         self._tokens = np.zeros(0, np.uint16)
-        self._begins = np.zeros(0, np.int64)  # of documents in _tokens
-        self._chunks: list[tuple[int, ShardPosition]] = []  # start of each in _tokens, ascending
+        self._begins = np.zeros(0, np.int64)  # starts of documents in _tokens
+        self._chunks: list[tuple[int, ShardPosition]] = []  # starts of chunks in _tokens, ascending
         self._row = 0
         self._fed = position.epoch  # the last epoch that yielded tokens
 
     def prefetch(self) -> None:
-        """Start to read and tokenize the next chunk, unless that is already in progress."""
+        """Start to read and tokenize the next chunk, unless this is in progress."""
         if self._next is None:
             if not self._chunks:
                 self._source = self._read(self._start)
@@ -150,7 +150,7 @@ class Shard:
         return rows.sample(self._row - 1)
 
     def _fill(self) -> None:
-        """Read until the tokens of the next row, and the one after them, are available."""
+        """Read until the tokens of the next row, and one more, are available."""
         while len(self._tokens) - self._row * self._seq_len <= self._seq_len:
             self.prefetch()
             assert self._next is not None
@@ -172,7 +172,7 @@ class Shard:
         begins = np.cumsum(encoded.lengths) - encoded.lengths
         if not encoded.opens:
             begins = begins[1:]
-        if not self._chunks:  # the first after a start: its row starts within the chunk
+        if not self._chunks:  # the first chunk after a start: its row starts within the chunk
             tokens, begins = tokens[self._start.token :], begins - self._start.token
             self._chunks.append((-self._start.token, position))
         else:
@@ -180,7 +180,7 @@ class Shard:
         begins = np.concatenate([self._begins - done, begins + len(kept)])
         self._begins = np.unique(
             begins[begins >= 0]
-        )  # documents without tokens start where the next one does
+        )  # documents without tokens start where the next document does
         self._tokens = np.concatenate([kept, tokens]) if len(kept) else tokens
 
     def _read(self, start: ShardPosition) -> Iterator[tuple[ShardPosition, Chunk]]:
@@ -203,14 +203,14 @@ class Shard:
 
 
 class StreamedLoader(Loader):
-    """Iterates over a rank's micro-batches of a streamed text."""
+    """Iterates over a rank's micro-batches of streamed text."""
 
     mixture = None
 
     def __init__(
         self, shards: dict[int, Shard], n_shards: int, batch: BatchShape, rows: range, counted: dict[str, Any]
     ):
-        """``shards`` are those of this rank's ``rows`` of a global batch, by number."""
+        """``shards`` maps numbers to the shards of this rank's ``rows`` of a global batch."""
         self._shards, self._n_shards, self._batch, self._rows = shards, n_shards, batch, rows
         self._counted = counted
         self._start = self._taken = 0
@@ -218,7 +218,7 @@ class StreamedLoader(Loader):
 
     @property
     def epoch_samples(self) -> int:
-        """A number larger than any run, because the samples are not counted."""
+        """A number larger than any run, because the samples of streamed text are not counted."""
         return 1 << 62
 
     def _note(self) -> None:
@@ -236,7 +236,7 @@ class StreamedLoader(Loader):
         return self._start + self._taken // micro_batches * self._batch.total
 
     def conversations(self) -> Iterator[str]:
-        """Return nothing: text has no statistics of conversations."""
+        """Return nothing: plain text has no conversation statistics."""
         return iter(())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -254,7 +254,7 @@ class StreamedLoader(Loader):
             for begin in range(0, len(rows), local):
                 self._taken += 1
                 if begin + local == len(rows):
-                    self._note()  # the global batch is complete once its last micro-batch is handed over
+                    self._note()  # the global batch is complete once its last micro-batch is consumed
                 yield {
                     name: torch.from_numpy(np.stack([row[name] for row in rows[begin : begin + local]]))
                     if name in rows[0]
@@ -274,7 +274,8 @@ class StreamedLoader(Loader):
         return [samples[row] for row in self._rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples consumed, what identifies them, and the shards' positions. Collective."""
+        """Return the number of consumed samples, a description that identifies them, and the shards'
+        positions. All ranks must call it."""
         positions = dict(self._noted)
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered: list[Any] = [None] * dist.get_world_size()
@@ -284,10 +285,10 @@ class StreamedLoader(Loader):
         return {"samples": self.samples, **self._counted, "positions": at, "positions_of": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the samples that ``state`` counts, with any number of ranks and workers.
+        """Resume after the samples counted by ``state``, with any number of ranks and workers.
 
         Raises:
-            DataError: The state counts samples of other files, another seed, packing or batch.
+            DataError: The state counts samples of other files, or of another seed, packing or batch.
         """
         check_same_samples(self._counted, state)
         ahead = (state["samples"] - state["positions_of"]) // self._n_shards

@@ -1,8 +1,8 @@
 """Text and JSON files as a stream of bounded chunks.
 
-A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object per line with a document
-in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Both may be compressed
-(``.txt.gz``, ``.jsonl.zst``).
+A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON object per line, with a
+document in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Both kinds may be
+compressed (``.txt.gz``, ``.jsonl.zst``).
 
 A chunk is about 1 MiB of a file: whole JSON rows, or a segment of a text file
 (:mod:`toolkit.data.text_segments`).
@@ -40,8 +40,8 @@ _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 class Chunk(Protocol):
     """About 1 MiB of a file, which any process can convert to texts.
 
-    ``opens`` and ``closes`` state whether its first text starts and its last text ends a document.
-    ``n_file_bytes`` is the number of bytes of the file on disk that it covers. ``unit`` is the unit in which
+    ``opens`` and ``closes`` tell whether its first text starts and its last text ends a document.
+    ``n_file_bytes`` is the number of bytes that it covers in the file on disk. ``unit`` is the unit in which
     its rows are counted.
     """
 
@@ -59,16 +59,16 @@ class Chunk(Protocol):
         """Return the non-empty texts of this chunk. Raises DataError with file and position."""
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield the rows of this chunk with their line or row in the file. Raises DataError with file and
-        position."""
+        """Yield the rows of this chunk with their line or row number in the file. Raises DataError with file
+        and position."""
 
 
 @dataclass(frozen=True)
 class TextChunk:
     """A :class:`Chunk` that ends at a line end.
 
-    ``offset`` and ``line`` (from 1) are its start in the (decompressed) file. In an array, ``row`` is the
-    number of its first row (from 0, as in Parquet), and it ends between two rows.
+    ``offset`` and ``line`` (from 1) are its start in the (decompressed) file. In an array, the chunk ends
+    between two rows, and ``row`` is the number of its first row (from 0, as in Parquet).
     """
 
     path: Path
@@ -87,7 +87,7 @@ class TextChunk:
 
     def texts(self, text_column: str) -> list[str]:
         if not self.is_json:
-            # Only an empty file has an empty text: no part of a document is empty.
+            # Only an empty file has an empty text; no part of a document is empty.
             return [text] if (text := self._text()) else []
         where = f"{self.path}, {self.unit}"
         texts = (_row_text(row, text_column, f"{where} {number}") for number, row in self.rows())
@@ -120,8 +120,8 @@ class TextChunk:
 
 
 def read_chunks(path: Path, size: int = 0) -> Iterator[TextChunk]:
-    """Yield the chunks of a file of about ``size`` bytes, or ``CHUNK_BYTES``, in order. Raises DataError if
-    the file cannot be read."""
+    """Yield a file's chunks of about ``size`` bytes, or ``CHUNK_BYTES``, in order. Raises DataError if the
+    file cannot be read."""
     try:
         with open_regular(path) as raw:
             yield from _file_chunks(path, raw, size or CHUNK_BYTES)
@@ -130,8 +130,8 @@ def read_chunks(path: Path, size: int = 0) -> Iterator[TextChunk]:
 
 
 def first_row(path: Path) -> TextChunk | None:
-    """Return the first line of a JSON file, or row of an array, to detect missing columns before a run
-    starts.
+    """Return the first line of a JSON file, or the first row of an array, to detect missing columns before a
+    run starts.
 
     Returns None for a line longer than a chunk, which is checked only when it is read.
     """
@@ -149,7 +149,7 @@ def first_row(path: Path) -> TextChunk | None:
 
 
 def unit_of(path: Path) -> str:
-    """Return the unit in which the rows of a file are counted, as the ``unit`` of its chunks."""
+    """Return the unit in which a file's rows are counted, as in the ``unit`` of its chunks."""
     if kind(path) == "rows":
         return "row"
     with contextlib.suppress(DataError):
@@ -224,9 +224,9 @@ def _line_blocks(stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[byt
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> BinaryIO:
-    """Decompress an open file according to its suffix; like a BufferedReader, the result has ``peek``."""
+    """Decompress an open file according to its suffix; the result has ``peek``, like a BufferedReader."""
     if path.suffix == ".zst":
-        import pyarrow  # some tenths of a second
+        import pyarrow  # the import takes tenths of a second
 
         return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

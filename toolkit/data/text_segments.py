@@ -1,8 +1,8 @@
 """Segments of a text file that is too long to be tokenized at once.
 
-The boundaries depend only on the file's bytes, not on the number of processes: after at least 1 MiB, before
-the first line that does not start with white space (where a byte-pair tokenizer gives the same ids as for the
-whole text), or, if no such line follows within a further 1 MiB, before a space.
+The boundaries depend only on the file's bytes, not on the number of processes. A segment ends after at least
+1 MiB, before the first line that does not start with whitespace, where a byte-pair tokenizer gives the same
+ids as for the whole text; or before a space, if no such line follows within another 1 MiB.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 
 def text_segments(stream: BinaryIO, at_least: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield (segment, whether it is the last one) of a text file; the others have ``at_least`` so many
-    bytes."""
+    """Yield (segment, whether it is the last one) of a text file; all but the last have ``at_least`` that
+    many bytes."""
     carry = b""
     while data := carry + stream.read(at_least - len(carry)):
         parts, budget = [data], at_least
@@ -28,12 +28,13 @@ def text_segments(stream: BinaryIO, at_least: int) -> Iterator[tuple[bytes, bool
             cut = _cut(data, at_least)
             data, carry = data[:cut], data[cut:]
         yield data, last
-        if last:  # even if the file has grown in the meantime
+        if last:  # even if the file has grown since
             return
 
 
 def _cut(data: bytes, at_least: int) -> int:
-    """Return where to split inside a line: before a space near the segment's end, else between characters."""
+    """Return where to split inside a line: before a space near the end of the segment, else between
+    characters."""
     space = data.rfind(b" ", len(data) - at_least // 2)
     if space > 0:
         return space

@@ -1,10 +1,10 @@
-"""Tokenized corpora on disk: built once, by all cores, then memory-mapped by every process.
+"""Tokenized corpora on disk: built once, on all cores, then memory-mapped by every process.
 
     <cache folder>/tokens/<key>/tokens.bin    concatenated ids, uint16 or uint32
                                /offsets.bin   int64: start of each document, and the end
                                /mask.bin            conversations: uint8, which tokens are in the loss
-                               /conversations.bin   int64, where each was read and what of it is in the loss
-                               /weights.bin         if some are not 1: float32, weights of these tokens
+                               /conversations.bin   int64: source and loss tokens of each conversation
+                               /weights.bin         float32: token weights, if some are not 1
                                /labels.bin          labeled texts: int32, the class of each
                                /meta.json     counts, dtype, key, vocabulary size, hashes of blocks
     <cache folder>/tokens/<key>.building/     a build in progress, or the remains of a killed one
@@ -16,13 +16,14 @@ If the cache folder is a URL, everything except tokens/<key>/ is on this machine
 :mod:`toolkit.data.remote_cache`.
 
 The key is the SHA-256 of the files' contents in order (for a dataset of the Hub, of its revision), the
-tokenizer's fingerprint, the text column (for conversations, their shape, chat format and which tokens are in
-the loss) and ``FORMAT``. A folder under its final name is complete: it gets there by one atomic rename after
-fsync. The kernel releases the lock of a process that dies; whoever takes the lock next owns the ``.building``
-folder and removes it. A build also removes those of other corpora that nobody is building.
+tokenizer's fingerprint, the text column (for conversations, their shape, chat format and the choice of tokens
+in the loss) and ``FORMAT``. A folder under its final name is complete, because it gets that name by one
+atomic rename after fsync. The kernel releases the lock of a process that dies; the next process that takes
+the lock owns the ``.building`` folder and removes it. A build also removes such folders of other corpora that
+nobody is building.
 
-Opening a cache compares some blocks of its files with their hashes (all blocks of a small cache), and a
-damaged cache is rebuilt. The loader rejects ids that the tokenizer does not have.
+Opening a cache compares some blocks of its files with their hashes (all blocks of a small cache); a damaged
+cache is rebuilt. The loader rejects ids outside the tokenizer's vocabulary.
 """
 
 from __future__ import annotations
@@ -60,19 +61,20 @@ def tokenize_corpus(
     verify: bool = False,
     chat: ChatOptions | None = None,
 ) -> TokenCache:
-    """Open the token cache of ``source``, building it if it does not exist or is damaged.
+    """Open the token cache of ``source``, building it if it is missing or damaged.
 
     Any number of processes may call this concurrently: one builds, the others wait.
 
     Args:
         progress: Report progress on stderr.
-        processes: Number of tokenizing processes; 0 is one per core, or only this one for a small corpus.
+        processes: Number of tokenizing processes; 0 means one per core, or only this one for a small corpus.
         verify: Read all of an existing cache, instead of some blocks.
         chat: How conversations become tokens; required for a source of conversations.
 
     Raises:
-        DataError: The corpus is unreadable, undecodable or empty, changes meanwhile, or has more than
-            ``max_inline_gb`` gigabytes of text and is not built yet; or the cache folder is not writable.
+        DataError: The corpus is unreadable, undecodable or empty, or changes during the build; it is not
+            built yet and has more than ``max_inline_gb`` gigabytes of text; or the cache folder is not
+            writable.
     """
     root = local_cache(cache_folder)
     tokens = expand_user(cache_folder) if "://" in str(cache_folder) else root
@@ -82,10 +84,10 @@ def tokenize_corpus(
         with _cache_errors(root):
             found = source.fetch(root, progress=progress, max_bytes=max_bytes, again=again)
         if not found.identity and unread(found, root):
-            _check_size(found, max_bytes)  # before all of it is read to be hashed
+            _check_size(found, max_bytes)  # before all of it is read for hashing
         here = all(
             path.exists() for path in found.files
-        )  # files of the Hub may be gone, but not their tokens
+        )  # files of the Hub may be gone while their tokens exist
         before = stamps(found) if here else None  # taken before the contents are hashed for the key
         key = _key(found, tokenizer, encoder, root, progress)
         folder = tokens / "tokens" / key[:32]
@@ -104,7 +106,7 @@ def tokenize_corpus(
             if (cache := _open_if_sound(folder, False, verify=verify)) is not None:
                 return cache
 
-            def unchanged() -> bool:  # files too young to trust their stamps are read again
+            def unchanged() -> bool:  # files too new for their stamps to be reliable are read again
                 return stamps(found) == before and _key(found, tokenizer, encoder, root, progress) == key
 
             build_cache(

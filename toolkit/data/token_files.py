@@ -1,4 +1,4 @@
-"""A tokenized corpus, mapped into memory; :mod:`toolkit.data.token_cache` describes the files."""
+"""A memory-mapped tokenized corpus; :mod:`toolkit.data.token_cache` describes the files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LABELS, WEIGHTS = "labels.bin", "weights.bin"
 
 @dataclass(frozen=True, eq=False)
 class TokenCache:
-    """A tokenized corpus, mapped into memory.
+    """A memory-mapped tokenized corpus.
 
     ``tokens`` (n_tokens,) uint16 or uint32, the concatenated documents; ``offsets`` (n_documents + 1,) int64.
     Every id is below ``n_words``. ``fingerprint`` identifies the content.
 
     Conversations also have ``mask`` (n_tokens,) uint8, 1 for tokens in the loss; ``weights`` (n_tokens,)
     float32 of these tokens, if any is not 1; ``conversations`` (n_documents, 4) int64, see
-    :mod:`toolkit.data.chat.empty_masks`; and ``files``, the paths when they were tokenized. If ``paired``,
-    each even-numbered one is chosen over the one after it. Labeled texts have ``labels`` (n_documents,)
-    int32. ``remarks`` map notes for the user to numbers of documents. Pickled as the folder's path."""
+    :mod:`toolkit.data.chat.empty_masks`; and ``files``, the paths at the time of tokenization. If ``paired``,
+    each even-numbered conversation is chosen over the next one. Labeled texts have ``labels`` (n_documents,)
+    int32. ``remarks`` maps notes for the user to numbers of documents. Pickled as the folder's path."""
 
     folder: Path
     fingerprint: str
@@ -51,7 +51,7 @@ class TokenCache:
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One corpus of a mixture, with the name that keys its order."""
+    """One corpus of a mixture; its name keys its sample order."""
 
     name: str
     weight: float
@@ -59,10 +59,10 @@ class MixturePart:
 
 
 def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
-    """Map an existing cache into memory. ``verify`` reads every block; otherwise only some are read.
+    """Memory-map an existing cache. ``verify`` reads every block; otherwise only some are read.
 
     Raises:
-        FileNotFoundError: The cache or a file of it is missing.
+        FileNotFoundError: The cache or one of its files is missing.
         DataError: A file does not match meta.json.
     """
     content = read_bytes(folder / "meta.json", at_most=MAX_BYTES)

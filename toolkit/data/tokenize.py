@@ -1,4 +1,4 @@
-"""Encoding of text into token ids, with progress reports."""
+"""Encode text into token ids and report the progress."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """An encoded chunk: its ``tokens``, the ``lengths`` of its documents in tokens (int64), the chunk's own
-    attributes, ``extra`` arrays by file name, and ``remarks`` with the numbers of documents they apply to."""
+    """An encoded chunk: its ``tokens``, the ``lengths`` of its documents in tokens (int64), the chunk's
+    attributes, ``extra`` arrays by file name, and ``remarks`` with the number of documents of each."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 Encoder = Callable[[Chunk], Encoded]
-"""Encodes a chunk; pickled to be run by any process."""
+"""Function that encodes a chunk; it is pickled to run in any process."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ LINE_SECONDS = 15.0
 
 
 class TokenizeBar:
-    """Reports the progress of tokenizing ``n_bytes`` of files to stderr, if ``shown``."""
+    """Reports the tokenization progress of ``n_bytes`` of files to stderr, if ``shown``."""
 
     def __init__(self, name: str, n_bytes: int, processes: int, *, shown: bool):
         self.name, self.n_bytes, self.shown = name, n_bytes, shown
@@ -76,7 +76,8 @@ class TokenizeBar:
             self._bar = tqdm(total=n_bytes, unit="B", unit_scale=True, leave=False, desc="tokenizing")
 
     def advance(self, n_bytes: int, n_tokens: int) -> None:
-        """Report that ``n_bytes`` more of the files are done and ``n_tokens`` written in total."""
+        """Report that ``n_bytes`` more of the files are finished, and that ``n_tokens`` in total are
+        written."""
         self.done += n_bytes
         self.n_tokens = n_tokens
         if self._bar is not None:

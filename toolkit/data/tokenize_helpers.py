@@ -1,7 +1,7 @@
-"""Encoding of text into token ids by several processes, with results in order.
+"""Encode text into token ids in several processes, with results in order.
 
 The helpers are fresh interpreters that import only this file and the tokenizer, never torch or the parent's
-``__main__``; ``multiprocessing`` would import the latter, and forking a parent with threads (torch, gloo,
+``__main__``. ``multiprocessing`` would import ``__main__``, and forking a parent with threads (torch, gloo,
 CUDA) is not safe. A helper processes one chunk at a time and exits when its pipe closes, so it never outlives
 its parent.
 """
@@ -20,13 +20,13 @@ from toolkit.data.tokenize import Encoded, Encoder
 from toolkit.data.worker_signals import leave_to_parent
 from toolkit.errors import DataError
 
-AHEAD = 4  # chunks per process that may be encoded before an earlier one that takes longer
+AHEAD = 4  # chunks per process that may be encoded ahead of a slower earlier chunk
 
 
 def encode_all(chunks: Iterator[Chunk], encode: Encoder, *, processes: int) -> Generator[Encoded, None, None]:
-    """Encode all chunks, in order, with ``processes`` processes (1: this one).
+    """Encode all chunks, in order, with ``processes`` processes (1: this process).
 
-    An error is raised in the turn of its chunk, so that it is the same for any number of processes.
+    An error is raised when its chunk's turn comes, so it is the same for any number of processes.
     """
     if processes == 1:
         yield from map(encode, chunks)

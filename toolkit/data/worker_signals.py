@@ -1,7 +1,7 @@
 """Signal handling of processes that read or tokenize for a run. Imports no torch.
 
-A scheduler sends the signal that asks a run to stop to all of its processes. The step in progress still needs
-the processes that prepare data, and so does the step in which the ranks agree to stop.
+A scheduler sends the stop signal to all processes of a run. The step in progress still needs the processes
+that prepare data, and so does the step in which the ranks agree to stop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from toolkit.launcher.signals import asking
 
 
 def leave_to_parent() -> None:
-    """Ignore signals that ask to stop; the parent ends this process."""
+    """Ignore stop signals; the parent ends this process."""
     for number in asking():
         signal.signal(number, signal.SIG_IGN)
 
@@ -23,7 +23,7 @@ def leave_to_parent() -> None:
 def outlive_the_scheduler(parent: int, worker: int) -> None:
     """Call :func:`leave_to_parent` in a torch worker, which still exits on SIGTERM from ``parent``."""
     leave_to_parent()
-    if sys.platform == "darwin":  # which does not report the sender of a signal
+    if sys.platform == "darwin":  # it does not report the sender of a signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

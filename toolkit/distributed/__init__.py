@@ -1,1 +1,1 @@
-"""Process groups, agreement between ranks, seeds and garbage collection."""
+"""Process groups, agreement among ranks, seeds and garbage collection."""

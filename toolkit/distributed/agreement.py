@@ -1,4 +1,4 @@
-"""Collective decisions, so that no rank continues alone or waits for one that failed."""
+"""Collective decisions, so that no rank continues alone or waits for a failed rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that save or load together. ``alone`` ignores the process group, if there is one."""
+    """The ranks that save or load together. ``alone`` ignores the process group, if any."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
         self.distributed = dist.is_initialized() and not alone
@@ -28,7 +28,7 @@ class Ranks:
         """Call ``make`` on rank 0 and return its result on every rank.
 
         Raises:
-            CheckpointError, DataError: ``make`` failed; the same message on every rank. Other exceptions
+            CheckpointError, DataError: ``make`` failed; every rank raises the same message. Other exceptions
                 become a CheckpointError.
         """
         outcome: list = [None, None]
@@ -56,7 +56,7 @@ class Ranks:
         return list(dict.fromkeys(problem for per_rank in gathered for problem in per_rank))
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Return, per element, whether any rank has the flag set. Communicates one byte per element."""
+        """Return, per element, whether the flag is set on any rank. Communicates one byte per element."""
         bits = torch.tensor(flags, dtype=torch.uint8)
         if self.size > 1:
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
@@ -64,8 +64,8 @@ class Ranks:
 
     @contextmanager
     def suppress_dcp_warning(self) -> Iterator[None]:
-        """Suppress DCP's warning about a missing process group. With a group nothing is changed, because
-        warning filters are not safe to change in a background thread."""
+        """Suppress DCP's warning about a missing process group. With a group, nothing is changed, because
+        changing warning filters is not thread-safe, and this may run in a background thread."""
         if self.distributed:
             yield
             return

@@ -1,4 +1,4 @@
-"""Comparison of the clocks of the ranks' machines."""
+"""Compare the clocks of the ranks' machines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 ROUNDS = 5
 MAX_SKEW_SECONDS = 1.0
-"""Larger differences make logs of several machines hard to order, and object storage may reject requests."""
+"""Larger differences make it hard to order logs of several machines, and object storage may reject
+requests."""
 
 
 def clock_offsets(clock: Callable[[], float] = time.time) -> list[float]:
-    """Return the seconds by which each rank's ``clock`` is ahead of rank 0's, accurate to some milliseconds.
+    """Return how many seconds each rank's ``clock`` is ahead of rank 0's, accurate to a few milliseconds.
 
-    All ranks read their clocks when they leave a collective; the median of several rounds is used.
+    All ranks read their clocks when they leave a collective; the result is the median of several rounds.
     """
     world = dist.get_world_size()
     rounds = []
@@ -40,13 +41,14 @@ def hosts() -> list[str]:
 
 
 def clock_skew() -> list[str]:
-    """Return a warning per machine whose clock differs from rank 0's; the same on all ranks."""
+    """Return a warning for each machine whose clock differs from rank 0's; the same on all ranks."""
     names, offsets = hosts(), clock_offsets()
     return skew_warnings({name: offsets[names.index(name)] for name in names}, names[0])
 
 
 def skew_warnings(offsets: dict[str, float], first: str) -> list[str]:
-    """Return a warning per machine whose clock differs by more than a second from that of ``first``."""
+    """Return a warning for each machine whose clock differs from the clock of ``first`` by more than a
+    second."""
     return [
         f"the clock of {name} is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that of "
         f"{first}: times in logs and traces are not comparable; synchronize the clocks (chrony, ntp)"

@@ -1,10 +1,10 @@
 """torch's functional collectives, which torch.compile can trace, and the only place where this toolkit waits.
 
-The host blocks in :func:`wait` and :func:`wait_for_work`, on gloo until the other ranks arrive. The time is
-added to :data:`waited`, which distinguishes a slow rank from those that wait for it. After
+The host blocks in :func:`wait` and :func:`wait_for_work`; with gloo, until the other ranks arrive. The time
+is added to :data:`waited`, which distinguishes a slow rank from the ranks that wait for it. After
 :func:`set_transfer_timeout`, torch's own waits (FSDP's collectives, sends and receives of pipeline schedules)
-also go through :func:`wait_for_work`. Two kinds are not counted: reductions over tp of the gradients of
-norms, which FSDP redistributes as DTensors, and collectives in compiled regions.
+also go through :func:`wait_for_work`. Two kinds of wait are not counted: the reductions over tp of norm
+gradients, which FSDP redistributes as DTensors, and collectives in compiled regions.
 
 Groups are passed by name, because torch.compile guards on the identity of a process group.
 """
@@ -29,7 +29,7 @@ _SEND, _RECEIVE = 12, 13  # values of c10d's OpType, which has no Python binding
 
 @dataclass
 class Waited:
-    """Seconds that this process was blocked in collectives and transfers, and the timeout of a transfer."""
+    """Seconds that this process was blocked in collectives and transfers, and the timeout of transfers."""
 
     seconds: float = 0.0
     transfer_timeout: timedelta | None = None
@@ -48,7 +48,8 @@ def _timed() -> Iterator[None]:
 
 
 def wait(pending: Tensor) -> Tensor:
-    """Wait for a functional collective, on the current stream of a GPU, or on the host for a CPU."""
+    """Wait for a functional collective: on the current stream for a GPU tensor, on the host for a CPU
+    tensor."""
     if torch.compiler.is_compiling():
         return functional_collectives.wait_tensor(pending)
     with _timed():
@@ -56,7 +57,7 @@ def wait(pending: Tensor) -> Tensor:
 
 
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return the "sum" or "max" over ranks, on all ranks."""
+    """Return the "sum" or "max" over ranks, on every rank."""
     return wait(functional_collectives.all_reduce(x, operation, group))
 
 
@@ -66,13 +67,13 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Return this rank's chunk, along the first dimension, of the sum over ``size`` ranks."""
+    """Sum over ``size`` ranks and return this rank's chunk along the first dimension."""
     return wait(functional_collectives.reduce_scatter_tensor(x, "sum", size, group))
 
 
 def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """Start to exchange rows of ``x``: ``sent`` to and ``received`` from each rank. Pass the result to
-    ``wait``."""
+    :func:`wait`."""
     return functional_collectives.all_to_all_single(x, received, sent, group)
 
 
@@ -85,9 +86,11 @@ def wait_for_work(work: dist.Work, *timeout: timedelta) -> bool:
 
 
 def set_transfer_timeout(timeout: timedelta) -> None:
-    """Set the timeout of sends and receives: gloo's keep the timeout that their group was created with.
+    """Set the timeout of sends and receives; under gloo they otherwise keep the timeout of the group's
+    creation.
 
-    Not for NCCL, whose watchdog ends them in time, and where waiting with a timeout would block the host.
+    NCCL does not need it: its watchdog ends transfers in time, and waiting with a timeout would block the
+    host.
     """
     waited.transfer_timeout = timeout
     replace_work_wait(wait_for_work)

@@ -14,19 +14,19 @@ WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def clean_name(fqn: str) -> str:
-    """Return ``fqn`` without the prefixes that activation checkpointing and torch.compile add."""
+    """Return ``fqn`` without the prefixes added by activation checkpointing and torch.compile."""
     for prefix in WRAPPER_PREFIXES:
         fqn = fqn.replace(prefix, "")
     return fqn
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, DTensor or plain, detached from autograd."""
+    """Return this rank's shard of a tensor or DTensor, detached from autograd."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Fillable(Protocol):
-    """An object that is filled with values by rows, as a tensor is, and stores them in its own format."""
+    """An object that is filled by rows, like a tensor, but stores the values in its own format."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -44,7 +44,7 @@ class Fillable(Protocol):
 
 
 def shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor, DTensor or plain, and its offset in every dimension."""
+    """Return this rank's shard of a tensor or DTensor, and its offset in every dimension."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -10,10 +10,10 @@ from toolkit import compat
 
 
 class GarbageCollection:
-    """Collects garbage every ``every`` steps on all ranks, instead of at Python's own times.
+    """Collects garbage every ``every`` steps on all ranks, instead of whenever Python decides.
 
     Ranks that pause at different times delay all others at the next collective. ``debug`` collects after each
-    step and, on CUDA, makes torch warn about reference cycles that keep its memory allocated.
+    step and, on CUDA, makes torch warn about reference cycles that keep CUDA memory allocated.
     """
 
     def __init__(self, every: int, *, debug: bool = False):

@@ -1,4 +1,4 @@
-"""The process group of a run, with NCCL or gloo, also for a single process."""
+"""The process group of a run, with NCCL or gloo; a single process has one too."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from toolkit.launcher.environment import SUPERVISED, rank_environment
 GLOO = "gloo_one_thread"
 """Backend of CPU tensors: torch's gloo with one worker thread per group.
 
-By default there are two, which write the name of finished work into one string without a lock: all-gathers of
-tensor and context parallelism then corrupt the heap (docs/parallelism.md)."""
+gloo's default of two threads write the name of finished work into one string without a lock, so all-gathers
+of tensor and context parallelism corrupt the heap (docs/parallelism.md)."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _WARN_AFTER = 5.0
-"""Seconds after which a rank that waits for others prints a warning."""
+"""Seconds after which a rank prints a warning that it waits for others."""
 
 
 def local_device(checked: str = "") -> torch.device:
-    """Return the device of this rank: its GPU if there are GPUs, else the CPU.
+    """Return this rank's device: its GPU if the machine has GPUs, else the CPU.
 
     Raises:
-        DeviceError: torch finds another device type than the preflight ``checked`` ("cuda" or "cpu", or ""
-            for none), or there are fewer GPUs than ranks on this machine.
+        DeviceError: torch finds another device type than the preflight ``checked`` ("cuda", "cpu", or "" if
+            unknown), or there are fewer GPUs than ranks on this machine.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if checked == "cuda" != device:
@@ -67,27 +67,27 @@ def _device_mismatch(rule: str, fix: str) -> DeviceError:
 
 
 def _single_threaded_gloo(group: Any, _: Any) -> dist.ProcessGroupGloo:
-    """Create a gloo group as torch does, but with one thread instead of two."""
+    """Create a gloo group like torch does, but with one thread instead of two."""
     gloo = dist.ProcessGroupGloo
-    # A thread uses one device, so the first of several interfaces is taken.
+    # A thread uses one device, so only the first of several interfaces is used.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
     options = gloo_options(device, threads=1, timeout=group.timeout)
     options.group_name = group.group_id
-    # torch leaves this empty for the default group, but splitting a group without ranks crashes.
+    # torch leaves this empty for the default group, but splitting a group that has no ranks crashes.
     options.global_ranks_in_group = group.global_ranks_in_group or list(range(group.group_size))
     return gloo(group.store, group.group_rank, group.group_size, options)
 
 
-# Registered, because `new_group` passes no options to gloo. For both devices, like torch's own: `new_group`
-# asks each group for its backend of the GPU that the default group is bound to.
+# Registered, because `new_group` passes no options to gloo. Like torch's gloo, for both devices: `new_group`
+# looks up each group's backend for the GPU to which the default group is bound.
 dist.Backend.register_backend(GLOO, _single_threaded_gloo, extended_api=True, devices=["cpu", "cuda"])
 
 
 def start(device: torch.device, *, timeout_seconds: int) -> None:
-    """Initialize the default process group from the environment, or one of a single process.
+    """Initialize the default process group from the environment, or a group of this process alone.
 
-    On CUDA, gloo handles CPU tensors in addition to NCCL, so that checkpoints need no copies on the device.
+    On CUDA, gloo handles CPU tensors alongside NCCL, so that checkpoints need no copies on the device.
     """
     backend = f"cpu:{GLOO},cuda:nccl" if device.type == "cuda" else GLOO
     timeout = timedelta(seconds=timeout_seconds)
@@ -99,7 +99,7 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
     if environment.world_size > 1:
         timer = threading.Timer(_WARN_AFTER, _report_waiting, [environment.rank, environment.world_size])
         timer.daemon = True
-        if SUPERVISED not in os.environ:  # else the launcher reports missing ranks
+        if SUPERVISED not in os.environ:  # otherwise the launcher reports missing ranks
             timer.start()
         try:
             dist.init_process_group(backend, timeout=timeout, device_id=device_id)
@@ -113,7 +113,8 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
 
 
 def _report_waiting(rank: int, world_size: int) -> None:
-    """Print where this rank waits and for which ranks; ranks other than 0 only if rank 0 does not listen."""
+    """Print where this rank waits and for which ranks; ranks other than 0 print only if rank 0 does not
+    listen."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     others = "rank 0"
     if rank == 0:
@@ -128,12 +129,12 @@ def _report_waiting(rank: int, world_size: int) -> None:
 
 
 def new_file_group(*, timeout_seconds: int) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks for waits with a longer timeout: for file I/O, or for a user."""
+    """Create a gloo group of all ranks for waits that need a longer timeout (file I/O, user input)."""
     return dist.new_group(backend=GLOO, timeout=timedelta(seconds=timeout_seconds), group_desc="files")
 
 
 def set_timeout(timeout_seconds: int, *, except_for: dist.ProcessGroup | None = None) -> None:
-    """Set the timeout of every group; the groups of a mesh do not inherit that of the default group."""
+    """Set the timeout of every group; mesh groups do not inherit the default group's timeout."""
     timeout = timedelta(seconds=timeout_seconds)
     for group in process_groups():
         if group is not except_for:
@@ -149,7 +150,7 @@ def stop() -> None:
 
 
 def _why_no_gpu() -> tuple[str, str]:
-    """Return why torch finds no GPU on a machine that has some, and the fix."""
+    """Return why torch finds no GPU although the machine has some, and the fix."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA", "install torch's build for CUDA"
     try:

@@ -1,4 +1,4 @@
-"""Random seeds as a function of (seed, step, rank), so that no generator state is saved."""
+"""Random seeds as a function of (seed, step, rank), so that no generator state needs to be saved."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 def seed_step(seed: int, step: int, data_rank: int) -> None:
     """Seed torch's generators for one step, so that a resumed run draws the same values.
 
-    Ranks with the same samples (tensor- or pipeline-parallel peers) pass the same ``data_rank``.
+    Ranks that read the same samples (tensor- or pipeline-parallel peers) pass the same ``data_rank``.
     """
     digest = hashlib.blake2b(f"{seed}:{step}:{data_rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def set_deterministic(enabled: bool, *, warn_only: bool) -> None:
-    """Enable deterministic kernels: slower on CUDA, bit-identical between runs."""
+    """Enable deterministic kernels: slower on CUDA, but bitwise reproducible."""
     if not enabled:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

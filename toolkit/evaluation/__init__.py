@@ -1,1 +1,1 @@
-"""Evaluate a model: perplexity of text, and tasks of lm-evaluation-harness."""
+"""Evaluate a model: perplexity on text, and tasks of lm-evaluation-harness."""

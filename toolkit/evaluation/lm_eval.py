@@ -1,11 +1,12 @@
 """Run lm-eval tasks on a model of this toolkit. Needs the extra ``eval``.
 
 Tokenization follows lm-eval's adapter for transformers: a context begins with BOS if the tokenizer adds it,
-and a continuation is what its tokens add to those of the context. An empty context, and a text scored as a
-whole, begin with BOS, or EOS if there is no BOS, whether or not the tokenizer adds it. One difference: a text
-scored as a whole begins with one BOS, where that adapter has two for tokenizers that add BOS themselves.
+and a continuation is the tokens that it adds to those of the context. An empty context, and a text scored as
+a whole, begin with BOS, or EOS if there is no BOS, whether or not the tokenizer adds it. There is one
+difference: a text scored as a whole begins with one BOS, where lm-eval's adapter has two if the tokenizer
+adds BOS itself.
 
-Texts end as transformers ends them by generation_config.json, else by config.json, and at EOS.
+Generation stops at the ids of generation_config.json, else of config.json, as in transformers, and at EOS.
 
 Every rank runs all of lm-eval and requests all rows; the evaluator shards them over the ranks.
 """
@@ -34,18 +35,18 @@ from toolkit.generation.sampling import Sampling
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SUPPORTED = {*_SAMPLED, "until", "max_gen_toks", "do_sample"}
 _NEUTRAL = {"num_beams": 1, "no_repeat_ngram_size": 0, "num_return_sequences": 1, "use_cache": True}
-"""Values with which settings of transformers have no effect."""
+"""Values with which transformers' settings have no effect."""
 _UNSUPPORTED_TASKS = {
     "UNSAFE_CODE": "it executes code written by the model",
     "MULTIMODAL": "it needs more than text",
 }
-_TOP_K = 50  # default of transformers when sampling
-DEFAULT_NEW_TOKENS = 256  # default of lm-eval
+_TOP_K = 50  # transformers' default when sampling
+DEFAULT_NEW_TOKENS = 256  # lm-eval's default
 
 
 class TaskModel(TemplateLM):
     """lm-eval's interface to a model. ``length`` is the maximum input length, at most the model's context.
-    Texts end at EOS and at ``eos_ids``, by default the tokenizer's stop ids."""
+    Generation stops at EOS and at ``eos_ids``, by default the tokenizer's stop ids."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class TaskModel(TemplateLM):
         return ScoredRow(context[-(self._length + 1 - len(continuation)) :], continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Score full texts, in windows of which only the last overlaps the previous one."""
+        """Score full texts, in windows; only the last window overlaps the previous one."""
         before, rows, owners = self.prefix_token_id, [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -104,7 +105,7 @@ class TaskModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context up to the first of its stop texts."""
+        """Continue each context until the first of its stop texts."""
         texts = [""] * len(requests)
         order = sorted(range(len(requests)), key=lambda number: repr(requests[number].args[1]))
         for _, numbers in groupby(order, key=lambda number: repr(requests[number].args[1])):
@@ -143,7 +144,8 @@ class TaskModel(TemplateLM):
         return texts
 
     def _has_stopped(self, tokens: list[int], until: list[str]) -> bool:
-        """Report whether the last tokens contain one of ``until``; earlier ones were checked before."""
+        """Report whether the last tokens contain one of ``until``; earlier tokens have been checked
+        before."""
         longest = max((len(text.encode()) for text in until), default=0)
         tail = self._tokenizer.decode(tokens[-longest - 1 :]) if longest else ""
         return any(text in tail for text in until)
@@ -176,14 +178,14 @@ def _generation_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Samp
 
 
 def load_tasks(names: Sequence[str], *, folder: Path | None = None) -> list[Task | Group]:
-    """Load tasks and groups by name with their data, from the YAML files of ``folder`` or from lm-eval.
+    """Load tasks and groups by name, with their data, from the YAML files in ``folder`` or from lm-eval.
 
     Raises:
-        ConfigError: there is no such task.
+        ConfigError: a task does not exist.
         DataError: a task cannot be loaded or run: its data is unavailable, or it is not supported.
     """
     manager = TaskManager(include_path=folder, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):  # lm-eval's tasks are some ten thousand files
+    if not set(names) <= set(manager.all_tasks):  # lm-eval has about ten thousand task files
         manager = TaskManager(include_path=folder)
     if unknown := [name for name in names if name not in manager.all_tasks]:
         hint = "`lm-eval ls tasks` lists its tasks; --task-folder adds those of a folder"
@@ -201,7 +203,7 @@ def _load(manager: TaskManager, name: str) -> list[Task | Group]:
                 raise DataError(reasons[0])
             if task.get_config("output_type") == "generate_until":
                 _generation_options(task.get_config("generation_kwargs") or {})
-    except Exception as error:  # data, YAML files and task code may raise anything
+    except Exception as error:  # data, YAML files and task code may raise any error
         raise DataError(f"the task {name} cannot be run: {error}") from error
     groups = loaded.get("groups", {})
     return [groups[name]] if name in groups else list(loaded["tasks"].values())
@@ -214,12 +216,12 @@ def run_tasks(
     few_shot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any] | None:
-    """Return lm-eval's results of ``tasks``, with at most ``limit`` examples each; None on all ranks but the
-    first of a machine.
+    """Return lm-eval's results of ``tasks``, with at most ``limit`` examples each; None on all ranks except
+    the first of a machine.
 
     Raises:
-        DataError: a task cannot be run: it has fewer examples than ``few_shot``, or one on which its
-            templates or code fail.
+        DataError: a task cannot be run: it has fewer examples than ``few_shot``, or its templates or code
+            fail on an example.
     """
     try:
         return simple_evaluate(
@@ -233,7 +235,7 @@ def run_tasks(
         )
     except (ToolkitError, RuntimeError, AssertionError):  # raised by the model or torch
         raise
-    except Exception as error:  # examples, templates and task code may raise anything
+    except Exception as error:  # examples, templates and task code may raise any error
         fix = "correct the task's YAML file or its data"
         if few_shot:
             fix = f"use a smaller --few-shot if a task has at most {few_shot} examples; else {fix}"

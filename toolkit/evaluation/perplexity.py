@@ -2,11 +2,11 @@
 
 A text begins with BOS, or with EOS if the tokenizer adds no BOS, and each of its tokens is predicted once. A
 text longer than the context is split into windows that predict ``stride`` tokens each, with as much context
-as fits. The default, the length of a window, is cheapest, and only the last window overlaps the previous one;
-a smaller stride costs ``context / stride`` times as much and gives each token more context.
+as fits. The default stride, the window length, is cheapest; then only the last window overlaps the previous
+one. A smaller stride costs ``context / stride`` times as much and gives each token more context.
 
-Rows are sharded over the ranks, and all ranks get all results. Ranks that shard the model run the same number
-of forwards, with empty batches at the end.
+Rows are sharded over the ranks, and all ranks get all results. Ranks that share a sharded model run the same
+number of forwards, with empty batches at the end.
 
 Shapes: B rows, S tokens, D model dim, V vocabulary, N scored tokens.
 """
@@ -35,7 +35,7 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.objective import WeightedObjective, count_valid
 
-_CHUNK_TOKENS = 1024  # tokens whose logits exist at once
+_CHUNK_TOKENS = 1024  # maximum number of tokens whose logits exist at a time
 _SORTED_BATCHES = 64  # batches per rank that are sorted by length together
 
 
@@ -85,7 +85,7 @@ class TextLoss:
 
 
 class Evaluator:
-    """Runs ``model`` over rows, ``batch_size`` at a time; ``mesh`` is that of a sharded model."""
+    """Runs ``model`` over rows, ``batch_size`` at a time; ``mesh`` is the mesh of a sharded model."""
 
     def __init__(self, model: Decoder, *, batch_size: int = 8, mesh: Mesh | None = None):
         self.model = model.eval()
@@ -99,7 +99,8 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, batches: Iterable[Batch]) -> TextLoss:
-        """Loss of a loader's micro-batches; every data-parallel rank must have the same number of them."""
+        """Return the loss of a loader's micro-batches; every data-parallel rank must have the same number of
+        them."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
             moved = {name: None if x is None else x.to(self.device) for name, x in batch.items()}
@@ -118,7 +119,7 @@ class Evaluator:
         return TextLoss(total, int(tokens), weight)
 
     def row_loss(self, rows: Iterable[ScoredRow]) -> TextLoss:
-        """Loss of the continuations of all rows, which are read lazily."""
+        """Return the loss of the continuations of all rows, which are read lazily."""
         return self.loss(self._batches(iter(rows)))
 
     def _batches(self, rows: Iterator[ScoredRow]) -> Iterator[Batch]:
@@ -133,7 +134,7 @@ class Evaluator:
             batch = self._batch(rows, indices)
             tokens_BS, labels_BS = batch["tokens"], batch["labels"]
             assert tokens_BS is not None and labels_BS is not None
-            if not indices:  # run a forward for the other ranks
+            if not indices:  # run a forward because the other ranks run one
                 labels_BS[0, 0] = 0
             row_N, column_N = (labels_BS != IGNORED_LABEL).nonzero(as_tuple=True)
             labels_N = labels_BS[row_N, column_N].to(self.device)
@@ -157,7 +158,7 @@ class Evaluator:
             yield batches[index] if index < len(batches) else []
 
     def _batch(self, rows: Sequence[ScoredRow], indices: Sequence[int]) -> Batch:
-        """Pad rows at their end; without rows, return one without labels."""
+        """Pad rows at their end; if there are none, return one row without labels."""
         inputs = [[*rows[index].context, *rows[index].continuation[:-1]] for index in indices] or [[0]]
         tokens_BS = torch.zeros(len(inputs), max(map(len, inputs)), dtype=torch.int64)
         labels_BS = torch.full_like(tokens_BS, IGNORED_LABEL)
@@ -176,7 +177,8 @@ class Evaluator:
 
 
 def _score_labels(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """(N, 2) in fp64: the log-probability of each label, and 1 where another token is more likely."""
+    """Return (N, 2) in fp64: the log-probability of each label, and 1 if another token is more likely, else
+    0."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     loss_N = F.cross_entropy(logits_NV, labels_N, reduction="none")
     return torch.stack((-loss_N.double(), (logits_NV.argmax(-1) != labels_N).double()), dim=1)
@@ -184,7 +186,7 @@ def _score_labels(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 @contextmanager
 def _score_in_head(model: Decoder, position_N: Tensor, labels_N: Tensor) -> Iterator[None]:
-    """Let the head return :func:`_score_labels` (N, 2) at these positions of B·S instead of logits: in
+    """Make the head return :func:`_score_labels` (N, 2) at these positions of B·S instead of logits: in
     chunks, but in one call, so that FSDP gathers its weight once."""
     head = model.output
     assert head is not None
@@ -216,7 +218,7 @@ def rolling_windows(
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """Return the token before a text: BOS if the tokenizer adds it, else EOS, else BOS.
+    """Return the token that precedes a text: BOS if the tokenizer adds it, else EOS, else BOS.
 
     Raises:
         DataError: the tokenizer has neither.
@@ -229,8 +231,8 @@ def first_token(tokenizer: Tokenizer) -> int:
 
 
 def documents(path: str, text_column: str = "text") -> Iterator[str]:
-    """Yield the texts of files, selected as in ``training.dataset_path``: one per line of .jsonl, one per
-    text file.
+    """Yield the texts of files, selected as in ``training.dataset_path``: one per line of a .jsonl file, one
+    per text file.
 
     Raises:
         DataError: there are no such files, or one cannot be read.
@@ -254,7 +256,7 @@ def text_loss(
     length: int,
     stride: int | None = None,
 ) -> TextLoss:
-    """Loss of texts, each on its own, in windows of ``length`` tokens.
+    """Return the loss of texts, each evaluated separately, in windows of ``length`` tokens.
 
     Raises:
         DataError: there is no text.

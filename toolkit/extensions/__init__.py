@@ -61,8 +61,8 @@ def register_optimizer(
 
     ``build(named_parameters, config)`` returns a torch.optim.Optimizer over the parameters that require
     gradients, which are DTensors. Its method ``fresh_state(parameter, group)`` returns the initial state
-    tensors of a parameter by name, into which checkpoints are loaded; the optimizer must have no other state.
-    ``options`` are the keys of the table [optimizer.NAME] (lower case), which are rejected with another
+    tensors of a parameter by name; checkpoints are loaded into them, and the optimizer must have no other
+    state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are rejected with another
     optimizer.
     """
     _register("optimizer.name", name, build, options)
@@ -76,9 +76,9 @@ def register_loss(
     """Make ``name`` a value of loss.name.
 
     ``build(config)`` returns a function of logits (T, V) in the model's dtype and labels (T,) int64, −100 for
-    ignored tokens. It returns the loss of each token (T,), in at least fp32 and 0 where the label is −100;
-    the run's loss is their mean. It is called with chunks of tokens, and with the full vocabulary under
-    tensor parallelism too. ``options`` are the keys of [loss.NAME].
+    ignored tokens. It returns the loss of each token (T,), in at least fp32, 0 where the label is −100; the
+    run's loss is the mean over tokens. It is called with chunks of tokens, and with the full vocabulary even
+    under tensor parallelism. ``options`` are the keys of [loss.NAME].
     """
     _register("loss.name", name, build, options)
 
@@ -97,9 +97,9 @@ def register_dataset(
 ) -> None:
     """Make ``name`` a value of training.dataset, validation.dataset and the datasets of a mixture.
 
-    ``rows()`` yields the documents in a fixed order: texts, or rows by column, read like rows of a file by
-    data.format and data.text_column. They are tokenized once per ``version``, a string to change whenever the
-    documents change.
+    ``rows()`` yields the documents in a fixed order: texts, or rows by column, which are read like rows of a
+    file by data.format and data.text_column. They are tokenized once per ``version``, a string that must
+    change whenever the documents change.
     """
     if name not in registry("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
@@ -115,8 +115,8 @@ def register_model_converter(
     """Make ``name`` a value of model.converters.
 
     ``build(config)`` returns an object whose ``convert(model)`` changes a model in place, on the meta device,
-    before it is sharded; each pipeline stage separately. An optional ``post_optimizer_hook(models)`` is
-    called after each update. ``options`` are the keys of [model.NAME].
+    before it is sharded; it is called for each pipeline stage separately. An optional
+    ``post_optimizer_hook(models)`` is called after each update. ``options`` are the keys of [model.NAME].
     """
     _register("model.converters", name, build, options)
 
@@ -198,7 +198,7 @@ def _add_table(name: str, table: type[Table], *marks: OnlyWith) -> None:
 
 
 def _check_table(table: Any) -> None:
-    """Raise ValueError for keys or defaults that cannot be written in a file."""
+    """Raise ValueError for keys or defaults that cannot be written in a TOML file."""
     if not (isinstance(table, type) and issubclass(table, Table)):
         raise ValueError(f"keys are a class of toolkit.extensions.Table, not {table!r}")
     for name, info in table.model_fields.items():
@@ -234,7 +234,7 @@ def _set_root(extended: type[Table]) -> None:
 
 
 def _replace_field(table: type[Table], path: list[str], change: Callable[[Any], Any]) -> type[Table]:
-    """Derive ``table`` with another type for the field at ``path``."""
+    """Derive a class from ``table`` with another type for the field at ``path``."""
     name, *rest = path
     info = copy(table.model_fields[name])
     before: Any = info.annotation

@@ -1,1 +1,1 @@
-"""Fine-tuning: adapters, and selection of the trained parameters."""
+"""Fine-tuning: adapters, and selection of trained parameters."""

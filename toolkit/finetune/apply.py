@@ -1,4 +1,4 @@
-"""Changes of a model for fine-tuning, in order, before it is sharded."""
+"""Apply the changes for fine-tuning to a model, in order, before it is sharded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
     """Add the adapter of ``options`` to ``model``, or a stage of it, and freeze parameters; on the meta
     device, in place.
 
-    With an adapter, frozen parameters have ``frozen_dtype``, the compute dtype to which FSDP would cast them
-    anyway, or 4 bits for linear layers; they are not saved in checkpoints.
+    With an adapter, frozen parameters are stored in ``frozen_dtype``, the compute dtype to which FSDP would
+    cast them anyway, or in 4 bits for linear layers. They are not saved in checkpoints.
     """
     args = model.args
     if options.adapter == "lora":
@@ -59,7 +59,8 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 
 
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
-    """Return the initial distribution of an adapter's parameter, which hardly changes the model."""
+    """Return the initial distribution of an adapter's parameter, chosen to leave the model almost
+    unchanged."""
     return {
         # The same variance as PEFT's uniform distribution.
         "lora_a": Init(std=(3 * shape[-1]) ** -0.5),
@@ -70,7 +71,7 @@ def added_init(name: str, shape: tuple[int, ...]) -> Init:
 
 
 def init_from_weights(models: Iterable[Decoder]) -> None:
-    """Initialize the parameters that depend on loaded weights: the magnitudes of DoRA."""
+    """Initialize the parameters that depend on loaded weights: DoRA's magnitudes."""
     for model in models:
         for module in model.modules():
             if reset := getattr(module, "reset_magnitude", None):

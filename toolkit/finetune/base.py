@@ -1,7 +1,7 @@
-"""Identity of the base model of an adapter.
+"""Identity of an adapter's base model.
 
 Checkpoints of an adapter contain only the trained parameters and a fingerprint of the base, so that an
-adapter cannot resume with other weights.
+adapter cannot be resumed with other weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def base_of(config: Config, shape: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fingerprint(source: WeightSource) -> str:
-    """Return the SHA-256 of the names, shapes and first rows of all tensors, which is fast even for large
-    models."""
+    """Return the SHA-256 of the names, shapes and first rows of all tensors; fast even for large models."""
     digest = hashlib.sha256()
     for name, stored in sorted(source.tensors.items()):
         digest.update(f"{name} {stored.shape} ".encode())
@@ -48,7 +47,7 @@ def fingerprint(source: WeightSource) -> str:
 
 
 def check_same_base(saved: Mapping[str, str] | None, current: Mapping[str, str]) -> None:
-    """Raise CheckpointError if an adapter was trained on another base model than ``current``."""
+    """Raise CheckpointError if an adapter was trained on a base model other than ``current``."""
     if saved is None:
         raise CheckpointError(
             "the checkpoint has a full model, but this run trains an adapter\n"
@@ -69,8 +68,8 @@ def check_same_base(saved: Mapping[str, str] | None, current: Mapping[str, str])
 
 
 def check_base(adapter: Path, trained_on: Mapping[str, str], base: WeightSource | Mapping[str, str]) -> None:
-    """Raise DataError if an adapter was trained on other weights than those of ``base``, a source or the
-    result of :func:`base_of`. Folders written by PEFT have no fingerprint to compare."""
+    """Raise DataError if an adapter was trained on weights other than those of ``base``, a weight source or
+    the result of :func:`base_of`. Folders written by PEFT have no fingerprint to compare."""
     place, expected = trained_on.get("place", ""), trained_on.get("fingerprint")
     if not expected or (place.startswith("seed ") and not isinstance(base, Mapping)):
         return  # a randomly initialized base has no weights to compare

@@ -1,9 +1,9 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290): increases the probability of the
 chosen answer to a prompt over that of the rejected one, relative to a reference model.
 
-The reference is the model without its adapter. It runs first, without gradients; its token losses minus those
-of the model, summed over an answer, are the log-ratio of the answer's probabilities. A pair is two documents
-of a row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight.
+The reference is the model without its adapter. It runs first, without gradients. Its token losses minus the
+model's, summed over an answer, are the log-ratio of the answer's probabilities. A pair is two documents of a
+row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """
@@ -25,8 +25,8 @@ from toolkit.parallel.objective import MicroBatch, Objective
 
 
 class PreferenceObjective(Objective):
-    """The loss of ``options``, averaged over pairs, with the rewards that trl reports. The ranks of ``group``
-    have parts of the same sequences."""
+    """The loss of ``options``, averaged over pairs, with the reward metrics that trl reports. The ranks of
+    ``group`` have shards of the same sequences."""
 
     reduction = "none"
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -36,7 +36,7 @@ class PreferenceObjective(Objective):
     def __init__(self, options: DPO, group: dist.ProcessGroup | None):
         self.options = options
         self.group = group
-        # The ranks of a group have the same sums, so one of them counts.
+        # The ranks of a group have the same sums, so only one of them counts.
         self.counts = group is None or group.rank() == 0
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
@@ -74,7 +74,7 @@ class PreferenceObjective(Objective):
 
 
 def pair_losses(ratios_BN2: Tensor, learnt_BN2: Tensor, options: DPO) -> Tensor:
-    """Return the loss of each pair (B, N) from the log-ratios of its chosen and rejected answers and their
+    """Return the loss of each pair (B, N), given the log-ratios of its chosen and rejected answers and their
     numbers of trained tokens."""
     margins_BN = options.beta * (ratios_BN2[..., 0] - ratios_BN2[..., 1])
     if options.loss_type == "hinge":
@@ -88,7 +88,7 @@ def pair_losses(ratios_BN2: Tensor, learnt_BN2: Tensor, options: DPO) -> Tensor:
 
 @contextmanager
 def without_adapter(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable the adapters of ``models`` in the context."""
+    """Disable the adapters of ``models`` inside the context."""
     adapters = [module for model in models for module in model.modules() if hasattr(module, "enabled")]
     for adapter in adapters:
         adapter.enabled = False  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Export of the adapter in a run's checkpoint, as a PEFT folder or merged with its base."""
+"""Export the adapter in a run's checkpoint, as a PEFT folder or merged with its base."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def export_peft(step: Path, out: Path, *, dtype: torch.dtype, tokenizer_path: Pa
     Collective; rank 0 writes. ``out`` is replaced atomically.
 
     Raises:
-        CheckpointError, DataError: on every rank: the checkpoint or tokenizer cannot be read, PEFT has no
-            such adapter, or the folder cannot be written.
+        CheckpointError, DataError: on every rank: the checkpoint or tokenizer cannot be read, PEFT does not
+            support the adapter, or the folder cannot be written.
     """
 
     def write() -> None:
@@ -42,10 +42,10 @@ def export_merged(
 ) -> None:
     """Write the adapter in a committed ``step``, merged with its base, as a Hugging Face folder.
 
-    Collective: each of ``ranks`` reads the base and writes part of the files.
+    Collective: each of ``ranks`` reads the base and writes some of the files.
 
     Raises:
-        CheckpointError, DataError: as :func:`export_peft`; or the base can no longer be read.
+        CheckpointError, DataError: as in :func:`export_peft`; or the base can no longer be read.
     """
 
     def open_merged() -> WeightSource:

@@ -1,9 +1,9 @@
-"""LLaMA-Adapter: learned prompts in the last blocks, added through gates that are zero at first, so that
-training starts from the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
+"""LLaMA-Adapter: learned prompts in the last blocks, added through gates that start at zero, so that training
+starts from the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
 
-The block's projections compute a prompt's keys and values, without RoPE. Its softmax is separate from that of
-the tokens, and its result is added before the output projection, with tanh of a gate per head (the paper), or
-with one plain gate (PEFT).
+The block's projections compute a prompt's keys and values, without RoPE. The prompt's softmax is separate
+from the tokens' softmax. Its result is added before the output projection, multiplied by tanh of a gate per
+head (as in the paper), or by one plain gate (as in PEFT).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.models.common.decoder import Attention, Decoder
 
 
 class GatedPrompt(nn.Module):
-    """A ``prompt`` (P, D) and a ``gate`` for each head (H,), or for all (1,)."""
+    """A ``prompt`` (P, D) and a ``gate``, per head (H,) or shared (1,)."""
 
     tensor_style = "adapter"
 

@@ -1,9 +1,9 @@
 """LoRA and DoRA: linear layers with a low-rank update of a frozen weight.
 
 The layer keeps its ``weight`` and its name; ``lora_a`` (R, in) and ``lora_b`` (out, R) are additional
-parameters, which FSDP, tensor parallelism and checkpoints treat like others. With DoRA, rows of the updated
-weight are scaled to the norm ``magnitude`` (out,); their current norm is a constant in backward, as in
-section 4.3 of the paper (arXiv:2402.09353).
+parameters, which FSDP, tensor parallelism and checkpoints treat like any other. With DoRA, rows of the
+updated weight are scaled to the norm ``magnitude`` (out,); their current norm is a constant in backward, as
+in section 4.3 of the paper (arXiv:2402.09353).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from toolkit.models.common.plain_linear import check_plain
 
 
 class LoRALinear(nn.Linear):
-    """Replacement of ``base``: x ↦ W x + s·B A dropout(x), with ``magnitude`` each row times m / ‖W + s·B A‖.
+    """Replacement of ``base``: x ↦ W x + s·B A dropout(x); with ``magnitude``, each row is multiplied by
+    m / ‖W + s·B A‖.
 
     Tensor parallelism may shard its features.
     """
@@ -49,7 +50,7 @@ class LoRALinear(nn.Linear):
         self.scale = options.scale
         self.dropout = options.dropout
         self.enabled = True
-        # Sums over the ranks that have parts of each row.
+        # Sums over the ranks that have shards of each row.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class LoRALinear(nn.Linear):
         return result + linear(dropped, self.weight) * (ratio - 1) + update * ratio
 
     def _drop(self, x: Tensor) -> Tensor:
-        if device_type(x.device.type) == "cuda":  # F.dropout's operator there, whose mask a dry run counts
+        if device_type(x.device.type) == "cuda":  # as F.dropout does there; a dry run counts its mask
             return torch.native_dropout(x, self.dropout, True)[0]
         return F.dropout(x, self.dropout)
 
@@ -84,7 +85,7 @@ class LoRALinear(nn.Linear):
             return
         weight = self.weight.detach()
         if isinstance(weight, DTensor) and isinstance(self.magnitude, DTensor):
-            # With full rows, norms have the same bits on any mesh.
+            # With full rows, the norms are bitwise equal on any mesh.
             weight = weight.redistribute(placements=self.magnitude.placements).to_local()
         magnitude, _ = shard_and_offset(self.magnitude)
         magnitude.copy_(torch.linalg.vector_norm(_dequantized(weight, magnitude.dtype), dim=1))
@@ -95,7 +96,7 @@ def _dequantized(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def apply_lora(model: nn.Module, targets: Iterable[str], options: LoRA) -> None:
-    """Replace the linear layers named ``targets`` by LoRA layers, in place; those of other stages are
+    """Replace the linear layers named ``targets`` by LoRA layers, in place; layers of other stages are
     skipped.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model with LoRA or DoRA merged into its weights, computed as they are read."""
+"""A model with LoRA or DoRA merged into its weights, computed while they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.weights.views import View
 
 
 class Merged(View):
-    """The weights of ``base`` with ``adapter`` merged, in the dtypes of the base.
+    """The weights of ``base`` with ``adapter`` merged, in the base's dtypes.
 
     Updates are computed in at least fp32. Changed weights have at least the precision of ``at_least``,
     because updates are small relative to the weights.
@@ -36,7 +36,7 @@ class Merged(View):
         self.args = adapter.args
         self.adapter = adapter
         self.extra_paths = (adapter.place,)
-        # A classifier's head has another shape than the language model's, which may be tied.
+        # A classifier's head has another shape than the LM head, which may be tied.
         replaced = {
             name: replace(base.tensors.get(name, base.tensors[EMBEDDING]), shape=stored.shape)
             for name, stored in adapter.tensors.items()
@@ -69,9 +69,9 @@ class Merged(View):
         rows, columns = whole(stored.shape) if region is None else region
         lora, values = self.adapter.options.lora, self.adapter.values
         magnitude_R = values[f"{module}.magnitude"][rows] if lora.use_dora else None
-        # The norm of a row needs all its columns.
+        # A row's norm needs all columns of the row.
         read = columns if magnitude_R is None else slice(0, stored.shape[1])
-        # The adapter also has the weight of a layer in finetune.trainable.
+        # If finetune.trainable selects the layer, the adapter contains its weight too.
         source: WeightSource = self.adapter if f"{module}.weight" in values else self.base
         weight = source.read(f"{module}.weight", (rows, read))
         precise = torch.promote_types(weight.dtype, torch.float32)

@@ -1,11 +1,11 @@
 """NF4: frozen weights of linear layers in 4 bits, each one of 16 levels times the scale of its block (QLoRA:
 Dettmers et al. 2023, arXiv:2305.14314).
 
-A block is 64 elements of a row; its scale is the largest magnitude in fp32. Levels, codes and scales are
-bit-identical to those of bitsandbytes. Each block is stored as two codes per byte followed by the four bytes
-of the scale, 4.5 bits per element, in one uint8 tensor (out, in / 64 · 36) with the weight's name. It is
-sharded by rows, or by columns at block boundaries, like any other parameter, and no precision policy casts
-it.
+A block is 64 elements of a row; its scale is their largest magnitude in fp32. Levels, codes and scales are
+bit-identical to those of bitsandbytes. Each block is stored as 32 bytes of codes, two per byte, followed by
+the four bytes of the scale, 4.5 bits per element, in one uint8 tensor (out, in / 64 · 36) with the weight's
+name. It is sharded by rows, or by columns at block boundaries, like any other parameter, and no precision
+policy casts it.
 
 A layer dequantizes it for each matmul, in forward and again in backward.
 """
@@ -34,22 +34,22 @@ LEVELS = (
 )
 """Quantiles of a normal distribution, including zero: appendix E of the paper."""
 _CHUNK = 1 << 23
-"""Elements that are dequantized in fp32 at once."""
+"""Number of elements to dequantize in fp32 at a time."""
 
 
 def quantize(weight: Tensor) -> Tensor:
     """Quantize rows (R, C) to bytes (R, C / 64 · 36)."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(dim=-1, keepdim=True)
-    units = blocks * (1 / scales.clamp(min=1e-38))  # rounds as bitsandbytes does, unlike a division
+    units = blocks * (1 / scales.clamp(min=1e-38))  # rounds like bitsandbytes, unlike a division
     levels = torch.tensor(LEVELS, device=weight.device)
     codes = torch.bucketize(units, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
     return torch.cat([pairs, scales.view(torch.uint8)], dim=-1).flatten(-2)
 
 
-# This and the matmuls below are custom operators, because torch.compile would otherwise save the dequantized
-# weights of all layers for backward.
+# This and the matmuls below are custom operators; otherwise torch.compile would save the dequantized weights
+# of all layers for backward.
 @torch.library.custom_op("toolkit::nf4_dequantize", mutates_args=())
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize bytes (R, C / 64 · 36) to (R, C) in ``dtype``, multiplying in fp32."""
@@ -90,7 +90,7 @@ def _pairs_of_levels(device: torch.device) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear with a weight that may be NF4."""
+    """Compute F.linear with a weight that may be in NF4."""
     if weight.dtype != torch.uint8:
         return F.linear(x, weight, bias)
     output = nf4_linear(x, weight)
@@ -143,7 +143,7 @@ class NF4Linear(nn.Linear):
 
 
 def apply_nf4(model: nn.Module, names: Iterable[str]) -> None:
-    """Convert the linear layers named ``names`` to NF4, on the meta device, in place; those of other stages
+    """Convert the linear layers named ``names`` to NF4, on the meta device, in place; layers of other stages
     are skipped.
 
     Raises:
@@ -170,8 +170,8 @@ def apply_nf4(model: nn.Module, names: Iterable[str]) -> None:
 
 
 class PackedWeight:
-    """An NF4 weight, DTensor or plain, with the shape of the original, that quantizes rows as they are
-    filled, so that at most one block of rows exists in full precision."""
+    """An NF4 weight, DTensor or plain, with the shape of the original. It quantizes rows while being filled,
+    so that at most one block of rows exists in full precision."""
 
     def __init__(self, packed: Tensor):
         self.packed = packed

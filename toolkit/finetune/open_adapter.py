@@ -1,4 +1,4 @@
-"""Opening of adapters from PEFT folders and checkpoints, and of adapters together with their base."""
+"""Open adapters from PEFT folders and checkpoints, alone or together with their base."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolkit.weights.source import WeightSource
 from toolkit.weights.views import WithArgs
 
 _NOT_COMPARED = ("max_seq_len",)
-"""Model fields that do not change the computation."""
+"""Model fields that do not affect the computation."""
 _SHOWN = 6  # names in a message
 
 
@@ -32,7 +32,7 @@ def open_adapter(
     """Open the adapter at ``path``, a PEFT folder or a checkpoint, for a model of ``args``.
 
     Raises:
-        DataError, CheckpointError: there is none, it is damaged, or of another model.
+        DataError, CheckpointError: there is no adapter, it is damaged, or it is for another model.
     """
     folder = expand_user(path)
     found = find_adapter(folder)
@@ -62,7 +62,7 @@ def open_adapter_on(
     """Call :func:`open_adapter` and check that the adapter was trained on the weights of ``base``.
 
     Raises:
-        DataError: it was trained on others.
+        DataError: it was trained on other weights.
     """
     adapter = open_adapter(path, base.args, verify=verify, ranks=ranks)
     if adapter.base:
@@ -76,7 +76,7 @@ def with_adapter(
     """Return ``base`` with the model args of the adapter at ``path``, if known, and the adapter.
 
     Raises:
-        DataError, CheckpointError: see :func:`open_adapter_on`.
+        DataError, CheckpointError: as in :func:`open_adapter_on`.
     """
     step = find_adapter(expand_user(path))
     if step is None or is_peft_folder(step):
@@ -87,7 +87,7 @@ def with_adapter(
 
 
 def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = None) -> Adapter:
-    """Open the adapter in the checkpoint ``step``, for the model that it was trained with.
+    """Open the adapter in the checkpoint ``step``, for the model with which it was trained.
 
     Raises:
         DataError, CheckpointError: it is damaged.
@@ -111,11 +111,11 @@ def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = No
 def open_adapted(
     path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
 ) -> tuple[WeightSource, Adapter | None]:
-    """Open the model at ``path``; if it is an adapter, return its base, with the adapter's model args, and
+    """Open the model at ``path``. If it is an adapter, return its base, with the adapter's model args, and
     the adapter.
 
     Raises:
-        DataError, CheckpointError: see :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
+        DataError, CheckpointError: as in :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
     """
     adapter = find_adapter(expand_user(path))
     if adapter is None:
@@ -136,7 +136,7 @@ def _base_place(adapter: Path) -> str:
     """Return the path of the base of an adapter found by :func:`find_adapter`.
 
     Raises:
-        DataError: it is not recorded, or the base was never on disk.
+        DataError: the path is not recorded, or the base was never on disk.
     """
     if is_peft_folder(adapter):
         place = peft_base(adapter)

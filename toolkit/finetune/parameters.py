@@ -1,5 +1,4 @@
-"""Names and shapes of the parameters that fine-tuning adds, and names of those it trains. Imports no
-torch."""
+"""Names and shapes of parameters added by fine-tuning, and names of trained parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _LORA = ("lora_a", "lora_b", "magnitude")
 IN_ATTENTION = ".attention.adapter."
 ALL_LINEAR = "all-linear"
 NF4_BLOCK = 64
-"""Elements of a row that share a scale in an NF4 base, as by default in bitsandbytes."""
+"""Elements of a row that share a scale in an NF4 base; bitsandbytes' default."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,8 +38,7 @@ def all_shapes(args: ModelArgs, options: Finetune) -> Shapes:
 
 
 def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> set[str]:
-    """Return the ``names`` that are trained: those of the adapter, and those of the model selected by
-    patterns.
+    """Return the ``names`` of trained parameters: the adapter's, and the model's that patterns select.
 
     With an adapter, the model is frozen except for ``trainable`` and a classification head.
     """
@@ -61,7 +59,7 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
 
 
 def count_trained(args: ModelArgs, options: Finetune) -> tuple[int, int]:
-    """Return the number of trained and of all parameters."""
+    """Return the numbers of trained and of all parameters."""
     sizes = {name: math.prod(shape) for name, shape in all_shapes(args, options).items()}
     return sum(sizes[name] for name in trained_names(sizes, args, options)), sum(sizes.values())
 
@@ -75,7 +73,7 @@ def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0)
 
 
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
-    """Return the names of the linear layers that LoRA updates, in the model's order.
+    """Return the names of the linear layers updated by LoRA, in the model's order.
 
     Targets are last components of names, ours or Hugging Face's, or patterns of full names.
     """
@@ -95,8 +93,7 @@ def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
 
 
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
-    """Return the weight of the embedding or the head if a LoRA target matches its module, in either
-    naming."""
+    """Return the weight name of the embedding or head if a LoRA target matches it, in either naming."""
     for name in (EMBEDDING, HEAD):
         modules = [it.removesuffix(".weight") for it in (name, table(args).to_hf(name))]
         if any(matches_any(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
@@ -105,7 +102,7 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
-    """Return Hugging Face's names of a block's linear layers by ours, such as q_proj for wq."""
+    """Map our names of a block's linear layers to Hugging Face's, such as wq to q_proj."""
     return {
         row.module.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
         for row in table(args).values()

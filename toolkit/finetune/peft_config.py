@@ -1,4 +1,4 @@
-"""The config and tensor names of PEFT folders. Imports no torch.
+"""The configs and tensor names of PEFT folders. Imports no torch.
 
 :mod:`toolkit.finetune.peft_folder` converts their tensors.
 """
@@ -54,7 +54,7 @@ _UNSUPPORTED = (
     "velora_config",
     "megatron_config",
 )
-"""Fields that change the computation of a LoRA in unsupported ways."""
+"""Fields that change a LoRA's computation in unsupported ways."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights, besides booleans, that leave the base unchanged."""
 _SHOWN = 6  # names in a message
@@ -65,7 +65,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class PeftAdapter:
     """An adapter in the PEFT folder ``place``: equivalent ``options``, the ``shapes`` of its parameters by
-    our names, and PEFT's path or id of its ``base``, or ""."""
+    our names, and the path or id of its ``base`` in PEFT's config, or ""."""
 
     place: Path
     options: Finetune
@@ -90,7 +90,7 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     """Read the config and headers of the adapter in ``folder``, for a model of ``args``.
 
     Raises:
-        DataError: the folder is incomplete, of an unsupported type, or of another model.
+        DataError: the folder is incomplete, its adapter type is unsupported, or it is for another model.
     """
     path = folder / PEFT_CONFIG
     values = read_object(path)
@@ -159,7 +159,7 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
         use_dora=fields.flag("use_dora"),
         target_modules=_compact(modules, args, {}),
     )
-    # A classification head is always trained, without being listed.
+    # A classification head is always trained, even if it is not listed.
     others = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
     return Finetune(adapter="lora", lora=lora, trainable=sorted(others))
 
@@ -225,7 +225,7 @@ def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
 
 
 def to_peft_name(name: str, args: ModelArgs) -> str:
-    """Return PEFT's name of a trained parameter, except for those of a prefix."""
+    """Return PEFT's name of a trained parameter, other than a prefix's."""
     module, _, part = name.rpartition(".")
     if part in _PARTS:
         hf_module = table(args).to_hf(f"{module}.weight").removesuffix("weight")
@@ -256,11 +256,10 @@ def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Pa
 def peft_config(
     args: ModelArgs, options: Finetune, *, base: str | None, replaced: Iterable[str]
 ) -> dict[str, Any]:
-    """Build adapter_config.json for an adapter; ``replaced`` are parameters of the model that were trained
-    too.
+    """Build adapter_config.json for an adapter; ``replaced`` are model parameters that were trained too.
 
     Raises:
-        DataError: PEFT has no such adapter.
+        DataError: PEFT does not support the adapter.
     """
     if problem := unsupported_by_peft(args, options, replaced):
         raise DataError(f"PEFT does not support this adapter: {problem}")
@@ -337,8 +336,8 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[s
 
 
 def _compact(modules: set[str], args: ModelArgs, hf_names: Mapping[str, str]) -> list[str]:
-    """Return the shortest targets for ``modules``: last components if all layers of a name are among them,
-    otherwise full names; Hugging Face's names if ``hf_names`` is given."""
+    """Return the shortest targets for ``modules``: last components if ``modules`` contains all layers of a
+    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given."""
     layers = list(linear_layers(args))
     by_last: dict[str, set[str]] = {}
     for layer in layers:

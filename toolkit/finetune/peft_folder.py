@@ -1,11 +1,11 @@
-"""Conversion of adapter tensors between PEFT folders and this toolkit: row order, and positions of a prefix.
+"""Convert adapter tensors between PEFT folders and this toolkit: row order, and positions of a prefix.
 
 LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which Hugging Face orders
 differently (:func:`toolkit.models.common.parameter_table.hf_row_order`).
 
 PEFT stores a prefix of n tokens as past keys and values: one row per token, with each layer's keys and
-values. The following tokens have positions from n on there, and from 0 here. Because RoPE depends only on
-distances, our keys are PEFT's rotated back by n positions.
+values. In PEFT, the positions of the following tokens start at n; here they start at 0. Because RoPE depends
+only on distances, our keys are PEFT's rotated back by n positions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_peft(folder: Path, args: ModelArgs) -> Adapter:
     """Open the adapter in a PEFT ``folder``, for a model of ``args``.
 
     Raises:
-        DataError: see :func:`toolkit.finetune.peft_config.read_peft`.
+            DataError: as in :func:`toolkit.finetune.peft_config.read_peft`.
     """
     header = read_peft(folder, args)
     try:
@@ -101,8 +101,8 @@ def write_peft(
 
 
 def _base_name(base: Mapping[str, str] | None) -> str | None:
-    """Return the name by which PEFT loads the base: the absolute path of an existing folder, otherwise
-    unchanged."""
+    """Return the name by which PEFT loads the base: the absolute path of an existing folder, otherwise the
+    name unchanged."""
     place = (base or {}).get("place", "")
     if expand_user(place).is_dir():
         return str(expand_user(place).resolve())

@@ -1,7 +1,7 @@
 """Prefix tuning: learned keys and values that every token attends to in addition to those of its document.
-They have no positions: keys are learned as they are after RoPE.
+They have no positions: the keys are learned in their form after RoPE.
 
-PEFT implements them as past keys and values; here they are parameters of the attention, which work with
+PEFT implements them as past keys and values. Here they are parameters of the attention, which work with
 activation checkpointing, do not shift the tokens' positions, and precede each of several packed documents.
 """
 
@@ -19,7 +19,7 @@ from toolkit.models.common.decoder import Attention, Decoder
 
 
 class Prefix(nn.Module):
-    """Keys and values (K, P, E) of P learned tokens, sharded by heads under tensor parallelism."""
+    """Keys and values (K, P, E) of P learned tokens, sharded by head under tensor parallelism."""
 
     tensor_style = "adapter"
     tensor_placements = {"adapter": {"keys": "column", "values": "column"}}

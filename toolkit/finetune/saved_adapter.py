@@ -24,10 +24,10 @@ class Adapter:
     """An adapter of a model of ``args``, as a :class:`~toolkit.weights.source.WeightSource`.
 
     Attributes:
-        values: parameters that ``options`` add, and those of the model that were trained with them; on the
-            CPU.
-        base: ``place`` and ``fingerprint`` of the base model, as far as known.
-        run: ``run`` in the manifest of the run that trained it.
+            values: parameters added by ``options``, and parameters of the model trained with them; on the
+                CPU.
+            base: ``place`` and ``fingerprint`` of the base model, as far as known.
+            run: ``run`` in the manifest of the run that trained it.
     """
 
     place: Path
@@ -52,7 +52,7 @@ def find_adapter(path: Path) -> Path | None:
     """Return the PEFT folder, or the step-N of a run with an adapter, at ``path``; None if there is neither.
 
     Raises:
-        CheckpointError, DataError: it is damaged.
+        CheckpointError, DataError: the adapter is damaged.
     """
     if is_peft_folder(path):
         return path

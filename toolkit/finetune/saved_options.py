@@ -28,7 +28,7 @@ def saved_options(folder: Path, args: ModelArgs) -> Finetune:
     """Return the options of the adapter in ``folder``, a PEFT folder or a step-N, for a model of ``args``.
 
     Raises:
-        DataError, CheckpointError: there is none, it is damaged, or of another model.
+        DataError, CheckpointError: there is no adapter, it is damaged, or it is for another model.
     """
     if is_peft_folder(folder):
         return read_peft(folder, args).options
@@ -39,7 +39,7 @@ def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
     """Return the fine-tuning options of the run that saved the checkpoint ``step``.
 
     Raises:
-        CheckpointError: its manifest has no valid options.
+        CheckpointError: the manifest has no valid options.
     """
     table: dict[str, Any] = {}
     for key, value in saved_settings(run).items():
@@ -58,8 +58,8 @@ def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
 
 
 def differences(saved: Finetune, current: Finetune, args: ModelArgs) -> dict[str, Any]:
-    """Return the values, by key, with which ``current`` would load an adapter of ``saved``, where they
-    differ."""
+    """Return the keys, with values for ``current``, in which it must change to load an adapter of
+    ``saved``."""
     if saved.adapter != current.adapter:
         return {"finetune.adapter": saved.adapter}
     required = {
@@ -75,10 +75,10 @@ def differences(saved: Finetune, current: Finetune, args: ModelArgs) -> dict[str
 def resume_differences(
     saved: Finetune, current: Finetune, args: ModelArgs, *, optimizer: bool
 ) -> dict[str, Any]:
-    """Return the values, by key, with which ``current`` would resume a checkpoint of ``saved``, where they
-    differ.
+    """Return the keys, with values for ``current``, in which it must change to resume a checkpoint of
+    ``saved``.
 
-    Both have the same type of adapter. Without the ``optimizer`` of the checkpoint, other parameters of a
+    Both have the same type of adapter. If the checkpoint's ``optimizer`` is not loaded, other parameters of a
     full model may be trained.
     """
     required = differences(saved, current, args) if current.adds else {}

@@ -1,8 +1,8 @@
 """Switch between several adapters on one loaded base model.
 
-LoRA updates are merged into the weights, so that they add no cost per token, and only changed weights are
-read again for the next adapter. Adapters in the attention become additional modules: their heads are sharded
-over the tp group, and the rest is small enough to be replicated.
+LoRA updates are merged into the weights, so they add no cost per token, and only changed weights are read
+again for the next adapter. Adapters in the attention become additional modules: their heads are sharded over
+the tp group, and the rest is small enough to be replicated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.weights.views import Subset
 
 
 class Adapters:
-    """Adapters by name on the weights of ``base``; ``selected`` is the current one, None for the base."""
+    """Adapters by name on the weights of ``base``; ``selected`` is the active one, or None for the base."""
 
     def __init__(self, base: WeightSource, adapters: Mapping[str, Adapter]):
         self.base, self.adapters = base, adapters

@@ -1,4 +1,4 @@
-"""Compile the forward of one token."""
+"""Compile the forward of one token per row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from toolkit.generation.kv_cache import KVCache
 from toolkit.models.common.decoder import Decoder
 
 Step = Callable[..., Tensor]
-"""Logits (B, 1, V) from tokens (B, 1), their positions and :meth:`KVCache.step_inputs`: everything that
-changes from token to token is an input."""
+"""Function from tokens (B, 1), their positions and :meth:`KVCache.step_inputs` to logits (B, 1, V);
+everything that changes from token to token is an input."""
 Compiler = Callable[[Step], Step]
-"""Returns a step that is compiled on its first call with new shapes."""
+"""Function that returns a step, compiled on its first call with new shapes."""
 
 _FREEZING_OPTIONS = {
     "freezing": True,
@@ -29,7 +29,7 @@ _FREEZING_OPTIONS = {
 
 
 def decode_step(model: Decoder) -> Step:
-    """Build the forward of one token through the cache attached to ``model``."""
+    """Build the forward of one token per row through the cache attached to ``model``."""
 
     def step(tokens_B1: Tensor, positions_B1: Tensor, *inputs: Tensor) -> Tensor:
         cache = getattr(model.attention, "cache", None)
@@ -41,11 +41,12 @@ def decode_step(model: Decoder) -> Step:
 
 
 def compiler_for(device: torch.device, *, constant: bool) -> Compiler:
-    """Return a compiler based on inductor. On CUDA a step becomes one CUDA graph, without kernel launches.
+    """Return a compiler based on inductor. On CUDA a step becomes one CUDA graph, without individual kernel
+    launches.
 
-    On a CPU with ``constant`` weights, inductor stores a second copy of them in the layout of the GEMM that
-    autotuning found fastest: oneDNN's or its own (AMX tiles in bfloat16), which is faster than any of torch's
-    operators (benchmarks/LOG.md).
+    On a CPU, if weights are ``constant``, inductor stores a second copy of them in the layout of the fastest
+    GEMM found by autotuning: oneDNN's or inductor's own (AMX tiles in bfloat16), which is faster than any
+    torch operator (benchmarks/LOG.md).
     """
     if device.type == "cuda":
         return lambda step: torch.compile(step, mode="reduce-overhead", dynamic=False)
@@ -57,7 +58,7 @@ def _compile_frozen(step: Step) -> Step:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", module="torch")  # raised by inductor
 
     def call(*inputs: Tensor) -> Tensor:
-        # Set globally, since dynamo ignores options of torch.compile, and it must know what is constant.
+        # Set globally, because dynamo ignores options of torch.compile, but must know what is constant.
         with compat.inductor_config.patch(_FREEZING_OPTIONS):
             return compiled(*inputs)
 

@@ -1,6 +1,6 @@
 """Prepack a model's weights for generation on a CPU (toolkit/cpu/prepacked.py) and fuse matmuls.
 
-Queries, keys and values become one matmul, and so do the two of the feed-forward.
+Queries, keys and values become one matmul, and so do w1 and w3 of the feed-forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from toolkit.models.common.rope import rotate
 
 
 def can_prepack(model: Decoder) -> bool:
-    """Report whether ``model`` is on a CPU with oneDNN, not prepacked yet, and has plain fp32 parameters, or
-    bf16 ones with native instructions."""
+    """Report whether ``model`` is on a CPU with oneDNN, is not prepacked yet, and has plain parameters in
+    fp32, or in bf16 with native instructions."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
     first = next(model.parameters())
@@ -29,11 +29,10 @@ def can_prepack(model: Decoder) -> bool:
 
 @torch.no_grad()
 def prepack_model(model: Decoder) -> None:
-    """Prepack ``model`` in place for forwards without gradients; its blocks no longer have their original
-    weights.
+    """Prepack ``model`` in place for forwards without gradients; its blocks lose their original weights.
 
-    The head keeps its weight next to the reordered copy, for losses and a tied embedding. Subclasses of
-    nn.Linear stay unchanged.
+    The head keeps its weight in addition to the reordered copy, for losses and a tied embedding. Subclasses
+    of nn.Linear are unchanged.
     """
     for block in model.layers.values():
         for kind, packed in ((Attention, _PackedAttention), (FeedForward, _PackedFeedForward)):
@@ -85,7 +84,7 @@ class _PackedAttention(Attention):
 
     @staticmethod
     def accepts(plain: Attention) -> bool:
-        """Report whether there is no adapter, which may use wk by itself."""
+        """Report whether there is no adapter, because an adapter may use wk directly."""
         return plain.adapter is None and _are_plain(plain.wq, plain.wk, plain.wv)
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:

@@ -14,12 +14,12 @@ from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.launcher.environment import whole_number
 
 _MAX_FRACTION = 0.5
-"""Fraction of the free memory for gathered weights; the rest is for shards and the KV cache."""
+"""Fraction of free memory available for gathered weights; the rest is for shards and the KV cache."""
 
 
 def fits_unsharded(model: nn.Module, device: torch.device) -> tuple[bool, str]:
     """Report whether the gathered weights of ``model``, on the meta device and sharded by tp, fit on all
-    ranks, and a note for the user if they do not. The same on every rank."""
+    ranks, and a note for the user if they do not. The result is the same on every rank."""
     ranks = Ranks()
     parts = (shard_and_offset(parameter)[0] for parameter in model.parameters())
     weights = sum(part.nbytes for part in parts)
@@ -43,7 +43,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def _free_host_memory() -> int:
-    """Free memory in bytes of this machine or its control group; 0 if unknown."""
+    """Return the free memory of this machine or its control group in bytes; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -53,6 +53,6 @@ def _free_host_memory() -> int:
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no group, or no limit
+    except (OSError, ValueError):  # no control group, or no limit
         return free
     return min(free, max(0, limit - int(used.get("anon", 0))))  # the page cache can be reclaimed

@@ -1,7 +1,7 @@
 """Generate tokens: one forward of the prompts, then one per new token, until all rows have stopped.
 
-Runs in one process or on all ranks of a sharded model, which make the same calls with the same arguments.
-Each computes full rows, and rank 0 broadcasts the tokens, so that rounding cannot make ranks diverge.
+Runs in one process or on all ranks of a sharded model; all ranks make the same calls with the same arguments.
+Each rank computes full rows, and rank 0 broadcasts the tokens, so that rounding cannot make ranks diverge.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from toolkit.generation.sampling import RandomNumbers, Sampling, process_logits,
 from toolkit.models.common.decoder import Decoder
 
 FIRST_RESERVED = 256
-"""New tokens for which the cache is allocated at first; it grows as needed."""
+"""Number of new tokens for which the cache is initially allocated; it grows as needed."""
 
 CAPACITY_STEP = 512
-"""Capacities of caches for compiled forwards are multiples of this, to limit compilations."""
+"""Cache capacities for compiled forwards are multiples of this, to limit compilations."""
 
 _NO_TOKEN = -1
 """Placeholder for a missing token."""
 
 Stop = Callable[[int, list[int]], bool]
-"""Called with the index of a prompt and its tokens so far; True ends it. Must agree on every rank."""
+"""Function called with the index of a prompt and its tokens so far; True ends the prompt. It must return the
+same on every rank."""
 
 
 class Generator:
-    """Generates tokens with ``model``; ``group`` contains the ranks of a sharded one.
+    """Generates tokens with ``model``; ``group`` contains the ranks of a sharded model.
 
-    ``vocabulary`` limits the token ids: a padded model has more of them than its tokenizer. None allows all.
-    ``compiler`` compiles the forward of one token, once per number of rows and :data:`CAPACITY_STEP` of
+    ``vocabulary`` limits the token ids, because a padded model has more ids than its tokenizer; None allows
+    all. ``compiler`` compiles the forward of one token, once per number of rows and per :data:`CAPACITY_STEP`
     tokens.
     """
 
@@ -53,7 +54,7 @@ class Generator:
         self.vocabulary = min(vocabulary or model.args.vocab_size, model.args.vocab_size)
         self.group = group
         self._compiled = compiler(decode_step(model)) if compiler else None
-        self._fixed: KVCache | None = None  # reused, since a CUDA graph contains its addresses
+        self._fixed: KVCache | None = None  # reused, because a CUDA graph contains its addresses
 
     def generate(
         self,
@@ -65,7 +66,7 @@ class Generator:
         stop: Stop | None = None,
         batch_size: int | None = None,
     ) -> list[list[int]]:
-        """Generate the tokens after each prompt, ``batch_size`` prompts at a time (None: all); see
+        """Generate the tokens after each prompt, ``batch_size`` prompts at a time (None: all), as in
         :meth:`stream`."""
         self.check(prompts)
         texts: list[list[int]] = [[] for _ in prompts]
@@ -95,9 +96,9 @@ class Generator:
         stop: Stop | None = None,
         number: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Yield the next token of every prompt, None for those that have ended, until all have.
+        """Yield the next token of every prompt, or None for a finished one, until all are finished.
 
-        A prompt ends with a token of ``stop_ids``, which is yielded; if ``stop`` returns True; after
+        A prompt is finished by a token of ``stop_ids``, which is yielded; when ``stop`` returns True; after
         ``max_new_tokens``; or when it fills the model's context. ``number`` is the index of the first prompt,
         which seeds the sampling.
 
@@ -119,7 +120,7 @@ class Generator:
         running = set(range(len(prompts)))
         tokens_BS = state.prompts
         for step in range(steps):
-            # Inference mode is faster, but FSDP needs the version counters of tensors.
+            # Inference mode is faster, but FSDP needs tensors' version counters.
             with torch.inference_mode() if self.group is None else torch.no_grad():
                 tokens_B = chooser.choose(state.logits(tokens_BS))
             tokens: list[int | None] = list(tokens_B.tolist())
@@ -152,7 +153,7 @@ class Generator:
         """Check that each prompt can be continued; messages count prompts from ``number`` + 1.
 
         Raises:
-            DataError: as :meth:`stream`, of a prompt.
+            DataError: a prompt is invalid, as in :meth:`stream`.
         """
         args = self.model.args
         for index, prompt in enumerate(prompts, start=number + 1):
@@ -171,7 +172,7 @@ class Generator:
 
 
 class _Batch:
-    """Prompts aligned at their end, with their cache."""
+    """Prompts aligned at their end, with their KV cache."""
 
     def __init__(
         self, model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache, compiled: Step | None
@@ -182,7 +183,7 @@ class _Batch:
         self.prompts = torch.tensor(rows, device=cache.padding.device)
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Logits (B, V) after the next tokens of each row."""
+        """Run the model on the next tokens of each row and return the logits (B, V) of the last position."""
         count = tokens_BS.shape[1]
         positions = self.cache.positions(count)
         with self.cache.attached(self.model):
@@ -197,10 +198,10 @@ class _Batch:
 
 @contextmanager
 def _last_position(model: Decoder) -> Iterator[None]:
-    """Compute the logits of the last token only."""
+    """Make the model compute only the logits of the last token."""
 
     def last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # A non-contiguous batch, even of one, would be multiplied row by row, with copied weights.
+        # A non-contiguous batch, even of one row, would be multiplied row by row, with copied weights.
         return inputs[0][:, -1:].clone(memory_format=torch.contiguous_format), *inputs[1:]
 
     assert model.output is not None

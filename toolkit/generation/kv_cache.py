@@ -1,13 +1,13 @@
 """KV cache, implemented as the attention backend of a generating model.
 
 Inside :meth:`KVCache.attached`, a forward of the model processes the *next* tokens of each row: their keys
-and values are appended to the cache, and their queries attend to all of it. Rows are aligned at their end, so
-that all continue in the same column; shorter rows begin with padding, which is masked.
+and values are appended to the cache, and their queries attend to the whole cache. Rows are aligned at their
+end, so that all continue in the same column; shorter rows begin with padding, which is masked.
 
-With a sliding window, a token reads only the columns in its window, but all are stored.
+With a sliding window, a token reads only the columns in its window, but all columns are stored.
 
-Full buffers grow by half. For a compiled forward of one token they are fixed: shapes and addresses stay, and
-the column to write to and the columns to attend to are tensors; columns not written yet are masked.
+Full buffers grow by half. For a compiled forward of one token, buffers are fixed: shapes and addresses do not
+change, and the column to write to and the columns to attend to are tensors; unwritten columns are masked.
 
 Shapes: B rows, S new tokens, T columns, H heads, K key/value heads, G = H / K, E head dim.
 """
@@ -35,9 +35,9 @@ from toolkit.models.common.decoder import Decoder, TransformerBlock
 class CacheWindow:
     """The columns ``start`` to ``end`` of the new tokens, and their mask.
 
-    For several tokens, ``mask`` is that of ``backend``. For one token it is (B, 1, 1, T) over the columns
-    from ``oldest`` on, or None for all of these. In fixed buffers ``column`` (1,) is that of the token, and
-    the mask covers all columns.
+    For several tokens, ``mask`` is the mask of ``backend``. For one token it is (B, 1, 1, T) over the columns
+    from ``oldest`` on, or None if all of them are visible. In fixed buffers, ``column`` (1,) is the token's
+    column, and the mask covers all columns.
     """
 
     start: int
@@ -49,8 +49,8 @@ class CacheWindow:
 
 
 class KVCache:
-    """Keys and values of rows that begin with ``padding`` columns each. ``capacity`` columns are allocated at
-    first, and never more if ``fixed``."""
+    """Keys and values of rows that begin with ``padding`` columns each. ``capacity`` columns are allocated
+    initially, and never more if ``fixed``."""
 
     def __init__(
         self, layers: int, padding: Sequence[int], capacity: int, device: torch.device, *, fixed: bool = False
@@ -64,7 +64,7 @@ class KVCache:
         self.restart(padding)
 
     def restart(self, padding: Sequence[int]) -> None:
-        """Clear the cache for new rows of the same number; the buffers stay."""
+        """Clear the cache for the same number of new rows; the buffers are reused."""
         self.length = 0
         self.started = False
         self.column.zero_()
@@ -72,7 +72,8 @@ class KVCache:
         self.padded = any(padding)
 
     def positions(self, count: int) -> Tensor:
-        """Positions of the next ``count`` tokens: (S,), or (B, S) if rows begin at different columns."""
+        """Return the positions of the next ``count`` tokens: (S,), or (B, S) if rows begin at different
+        columns."""
         if self.fixed and self.started and count == 1:
             return self.column - self.padding[:, None]
         columns = torch.arange(self.length, self.length + count, device=self.padding.device)
@@ -86,10 +87,10 @@ class KVCache:
             self.column.fill_(self.length)
 
     def step_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of :meth:`take`, which change between forwards of one token in fixed buffers: the columns to
-        attend to (T,), the column of the next token (1,) and the padding of each row (B,).
+        """Return the inputs of :meth:`take`, which change between forwards of one token in fixed buffers: the
+        columns to attend to (T,), the column of the next token (1,) and the padding of each row (B,).
 
-        On CPUs T is a multiple of 64, or the capacity, and dynamic for the compiler; on CUDA it is the
+        On a CPU, T is a multiple of 64, or the capacity, and dynamic for the compiler; on CUDA it is the
         capacity, for CUDA graphs.
         """
         if self.padding.device.type != "cpu":
@@ -99,7 +100,7 @@ class KVCache:
         return columns, self.column, self.padding
 
     def take(self, columns: Tensor, column: Tensor, padding: Tensor) -> None:
-        """Use these inputs of a compiled step."""
+        """Set the inputs of a compiled step."""
         self.columns, self.column, self.padding = columns, column, padding
 
     @contextmanager
@@ -118,7 +119,7 @@ class KVCache:
                 attention.backend = plain
 
     def window(self, length: int, device: torch.device) -> CacheWindow:
-        """The window of the next ``length`` columns; call inside :meth:`attached`. Each row is one
+        """Return the window of the next ``length`` columns; call inside :meth:`attached`. Each row is one
         document."""
         if self.fixed and self.started and length == 1:
             seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
@@ -131,7 +132,7 @@ class KVCache:
             oldest = end - (self.plain.reach(end) or end)
             mask = None if real_BT is None else real_BT[:, None, None, oldest:]
             return CacheWindow(start, end, mask, oldest=oldest)
-        # Padding is a separate document, so that no softmax is empty. Not every backend supports padding.
+        # Padding is a separate document, so that no softmax row is empty. Not every backend supports padding.
         backend = self.plain if real_BT is None or self.plain.takes_padding else SDPA(self.plain.window)
         documents = None if real_BT is None else real_BT.long()
         mask = backend.mask(documents, len(self.padding), end, device, first=start)
@@ -139,7 +140,7 @@ class KVCache:
 
 
 class _CachedAttention(AttentionBackend):
-    """Attention backend of one block: appends new keys and values to its buffers and attends to all.
+    """Attention backend of one block: appends new keys and values to its buffers and attends to all of them.
 
     The learned tokens of a prefix are stored before the first column and are visible to every query."""
 
@@ -199,10 +200,10 @@ class _CachedAttention(AttentionBackend):
         """Return the buffers with at least ``end`` columns, ``first`` of them for the prefix."""
         if self.keys is None or self.values is None:
             columns = max(first + self.capacity, end)
-            if not self.cache.fixed:  # a mask of fixed buffers is of all
+            if not self.cache.fixed:  # in fixed buffers, the mask covers all columns
                 columns = token_attention.rounded(columns)
             shape = (self.rows, like.shape[2], columns, like.shape[3])
-            # Zeros, because masked values must be finite too.
+            # Zeros, because even masked values must be finite.
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):
@@ -215,8 +216,8 @@ class _CachedAttention(AttentionBackend):
 
 
 def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one new token per row to its row. Heads that share keys become queries of one head, so
-    that keys are read once and any kernel supports them."""
+    """Compute the attention of one new token per row to its row. Heads that share keys become queries of one
+    head, so that keys are read once and any kernel supports them."""
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
     out_BKGE = scaled_dot_product(q_BKGE, k_BKTE, v_BKTE, mask)
     return out_BKGE.flatten(1, 2)[:, None]

@@ -1,8 +1,8 @@
-"""Load a model from weights of any format, for generation, chat and evaluation.
+"""Load a model from weights of any format for generation, chat and evaluation.
 
-In one process the model is a plain module. In a process group it is sharded by tensor parallelism over ``tp``
-ranks, with replicated hidden states (:func:`apply_tensor_parallel` without ``split_sequence``), and by FSDP
-over the rest. Each rank reads only its shards.
+In a single process the model is a plain module. In a process group it is sharded by tensor parallelism over
+``tp`` ranks, with replicated hidden states (:func:`apply_tensor_parallel` without ``split_sequence``), and by
+FSDP over the rest. Each rank reads only its shards.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from toolkit.weights.views import note_of
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model and what belongs to it.
+    """A loaded model with its tokenizer and settings.
 
     Attributes:
-        tokenizer: None if none was found.
-        mesh: None in one process.
-        seq_len: tokens per row in training, if a checkpoint records them.
-        adapters: those that can be selected.
-        note: notes for the user on weights and speed.
+        tokenizer: the tokenizer, or None if none was found.
+        mesh: the mesh, or None in a single process.
+        seq_len: tokens per row in training, if a checkpoint records it.
+        adapters: the adapters that can be selected.
+        note: notes for the user about weights and speed.
         eos_ids: end-of-text ids from generation_config.json or config.json, in addition to the tokenizer's.
-        chat_template_kwargs: those that a checkpoint was trained with.
+        chat_template_kwargs: the chat template variables used in a checkpoint's training.
     """
 
     model: Decoder
@@ -66,7 +66,7 @@ class LoadedModel:
     chat_template_kwargs: Mapping[str, bool | str] = field(default_factory=dict)
 
     def select(self, adapter: str | None) -> None:
-        """Switch to another of ``adapters``, or None for the base. Collective. Existing generators become
+        """Switch to another of ``adapters``, or to the base for None. Collective. Existing generators become
         invalid.
 
         Raises:
@@ -80,14 +80,14 @@ class LoadedModel:
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
     def generator(self, *, compiled: bool = False) -> Generator:
-        """Create a generator of the tokenizer's ids, on every rank. ``compiled`` takes half a minute, which
-        pays off for long texts.
+        """Create a generator limited to the tokenizer's ids, on every rank. ``compiled`` takes half a minute,
+        which pays off for long texts.
 
-        On a CPU weights are prepacked, and the model's blocks no longer have the original ones; models with
-        selectable adapters are not prepacked. Compiled code stores a second copy of the weights.
+        On a CPU, weights are prepacked, and the model's blocks lose the original ones; models with selectable
+        adapters are not prepacked. Compiled code stores a second copy of the weights.
 
         Raises:
-            ConfigError: the model is sharded, or the CPU has no C++ compiler, and ``compiled`` is set.
+            ConfigError: ``compiled`` is set, but the model is sharded, or the CPU has no C++ compiler.
         """
         if compiled and self.mesh is not None:
             rule = "a model can be compiled in one process only"
@@ -126,15 +126,15 @@ def load_model(
     Parameters have ``dtype`` and no gradients. The first of ``adapters``, by name, is active until another is
     selected.
 
-    In a process group the model is sharded over all ranks; parameters gathered in the first forward stay
-    gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, spread over the ranks.
-    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else that of the
-    checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. ``check`` is called with
-    the tokenizer on every rank before weights are read, to reject it.
+    In a process group the model is sharded over all ranks. Parameters gathered in the first forward stay
+    gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, divided among the ranks.
+    The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one used in the
+    checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. Every rank calls
+    ``check`` with the tokenizer before weights are read, so that it can be rejected.
 
     Raises:
-        ConfigError: ``tp`` does not divide the number of ranks or a dimension of the model, or a custom
-            decoder has other parameters than the toolkit's.
+        ConfigError: ``tp`` does not divide the number of ranks or a dimension of the model, or the parameters
+            of a custom decoder differ from the toolkit's.
         DataError: weights or tokenizer are unusable; raised on every rank.
     """
     source, adapter_set = _open(path, adapters or {}, verify)
@@ -187,7 +187,7 @@ _KWARGS = "data.chat_template_kwargs."
 
 
 def _open(path: Path | str, extra: Mapping[str, Path | str], verify: bool) -> tuple[WeightSource, Adapters]:
-    """Open the base at ``path`` and its adapters, the same on every rank."""
+    """Open the base at ``path`` and its adapters; the result is the same on every rank."""
     adapters: dict[str, Adapter] = {}
 
     def open_base() -> WeightSource:
@@ -223,7 +223,7 @@ def _mesh(device: torch.device, args: ModelArgs, tp: int) -> Mesh | None:
 
 
 def _shard(model: Decoder, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> str:
-    """Shard ``model`` of ``dtype`` and return a note for the user on its speed."""
+    """Shard ``model`` of ``dtype`` and return a note for the user about its speed."""
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -268,7 +268,7 @@ def _tokenizer(source: WeightSource, chosen: Path | str | None, add_bos: bool | 
 
 
 def _check_not_smaller(tokenizer: Tokenizer, original: Path | None) -> None:
-    """Reject a tokenizer smaller than the model's ``original`` one: it is most likely the wrong one.
+    """Reject a tokenizer smaller than the model's ``original`` one, because it is probably the wrong one.
 
     Raises:
         DataError: ``tokenizer`` is smaller.
@@ -276,7 +276,7 @@ def _check_not_smaller(tokenizer: Tokenizer, original: Path | None) -> None:
     try:
         entries = vocabulary_size(original) if original else 0
     except DataError:
-        return  # it is damaged, which is why another was chosen
+        return  # the original is damaged, which is why another was chosen
     if tokenizer.n_words < entries:
         raise DataError(
             f"the tokenizer {tokenizer.path} has {tokenizer.n_words:,} entries, but the model's, in "

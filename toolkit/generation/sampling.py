@@ -1,8 +1,7 @@
-"""Sample the next token from logits, which are processed in the order of transformers.
+"""Sample the next token from logits, processed in the same order as in transformers.
 
-The random number of a row depends on the seed, the index of its prompt and the number of its tokens, so that
-a prompt gets the same text alone, in any batch and on any mesh. Sampling inverts the cumulative distribution
-in fp64.
+A row's random number depends on the seed, the index of its prompt and the number of its tokens, so a prompt
+gets the same text alone, in any batch and on any mesh. Sampling inverts the cumulative distribution in fp64.
 
 Shapes: B rows, V vocabulary.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 from toolkit.errors import ConfigError, Problem
 
 _MAX_PENALTY = 1e30
-"""Limit of the repetition penalty and its inverse, which keeps logits in the range of fp32."""
+"""Limit of the repetition penalty and of its inverse, which keeps logits in the range of fp32."""
 _MIN_TEMPERATURE = 1e-30
 """Limit of the temperature, which keeps logits in the range of fp32."""
 
@@ -28,8 +27,8 @@ _MIN_TEMPERATURE = 1e-30
 class Sampling:
     """Sampling options. ``temperature`` 0 is greedy; the other defaults have no effect.
 
-    ``top_k`` keeps the most likely tokens; ``top_p`` the most likely ones with this total probability;
-    ``min_p`` those with at least this fraction of the highest probability. A ``repetition_penalty`` above 1
+    ``top_k`` keeps the most likely tokens; ``top_p``, the most likely tokens up to this total probability;
+    ``min_p``, tokens with at least this fraction of the highest probability. A ``repetition_penalty`` above 1
     (Keskar et al. 2019, arXiv:1909.05858) makes tokens of prompt and text less likely.
 
     Raises:
@@ -65,7 +64,8 @@ class Sampling:
 
 
 def process_logits(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
-    """Return logits in fp32, −inf for excluded tokens. ``seen_BV`` marks the tokens that a row contains."""
+    """Return logits in fp32, with −inf for excluded tokens. ``seen_BV`` marks the tokens that occur in a
+    row."""
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1 and seen_BV is not None:
         penalty = min(max(sampling.repetition_penalty, 1 / _MAX_PENALTY), _MAX_PENALTY)
@@ -102,7 +102,7 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 class RandomNumbers:
-    """Uniform random numbers for each prompt, one per step."""
+    """Uniform random numbers for each prompt, one per generated token."""
 
     def __init__(self, seed: int, prompts: Sequence[int]):
         self._generators = []

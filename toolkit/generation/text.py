@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 CONTEXT_TOKENS = 6
-"""Tokens decoded before the new ones, because the space before a word depends on its predecessor."""
+"""Number of earlier tokens to decode with the new ones, because the space before a word depends on the
+previous token."""
 MAX_CUT = 4
-"""Maximum number of tokens of one character; some tokenizers cannot decode from the middle of one."""
+"""Maximum number of tokens per character; some tokenizers cannot decode from the middle of a character."""
 
 
 class TextStream:
@@ -19,10 +20,10 @@ class TextStream:
         self._decode = decode
         self._ids = list(prompt)
         self._emitted = len(self._ids)
-        """Number of tokens whose text was returned."""
+        """Number of tokens whose text has been returned."""
 
     def add(self, token: int) -> str:
-        """Return the text that ``token`` completes, possibly none."""
+        """Return the text completed by ``token``, possibly empty."""
         self._ids.append(token)
         text = self._new()
         if text.endswith("\ufffd") and len(self._ids) - self._emitted < CONTEXT_TOKENS:

@@ -16,11 +16,11 @@ _STEP_STATES = ("data", "profiler")
 
 
 class Heartbeat(StepHook):
-    """Writes ``path`` atomically, at most every ``seconds`` unless the state changes. The states of every
-    step (waiting for data, and the profiler) are only written ``seconds`` after the last write.
+    """Writes ``path`` atomically, at most every ``seconds`` unless the state changes. States that occur in
+    every step (waiting for data, and the profiler) are written only if the last write was ``seconds`` ago.
 
     The file is a JSON object with ``time`` (Unix seconds), ``step`` (the last finished), ``state``, ``rank``,
-    ``host`` and ``pid``. Write errors are ignored: the file becomes old, which a watchdog detects.
+    ``host`` and ``pid``. Write errors are ignored: the file then becomes outdated, which a watchdog detects.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Heartbeat(StepHook):
         self._state, self._written = state, now
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         with suppress(OSError):
-            step = min(self.step(), self._done)  # step() includes the one in progress
+            step = min(self.step(), self._done)  # step() includes the step in progress
             temporary.write_text(json.dumps({"time": now, "step": step, "state": state, **self.about}))
             temporary.replace(self.path)
 

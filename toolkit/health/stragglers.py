@@ -1,9 +1,9 @@
 """Straggler detection: seconds per step in which each rank waits for data, computes, or communicates.
 
-Ranks step together, so a slow rank is the one that does not wait in collectives while the others do. On a CPU
-the host blocks there, and its clock is used. On a GPU, NCCL's flight recorder has the duration of each
+Ranks advance together, so a slow rank is the one that does not wait in collectives while the others do. On a
+CPU the host blocks in them, and its clock is used. On a GPU, NCCL's flight recorder has the duration of each
 collective on the device (TORCH_NCCL_ENABLE_TIMING), including the wait for peers and overlapped computation;
-collectives between steps, of validation and saves, are excluded. The comparison takes one small all-reduce
+collectives between steps, for validation and saves, are excluded. The comparison takes one small all-reduce
 per logged step.
 """
 
@@ -25,14 +25,14 @@ from toolkit.step_hooks import StepHook, StepResult
 
 
 class DeviceWaits:
-    """Total duration of the collectives of steps on the GPU, from the entries of NCCL's flight recorder."""
+    """Total duration of the steps' collectives on the GPU, from the entries of NCCL's flight recorder."""
 
     def __init__(self) -> None:
         self._total, self._last_id = 0.0, -1
         self._edges: list[int] = []  # begin and end of each step, in the recorder's Unix nanoseconds
 
     def step(self, begin: int, end: int) -> None:
-        """Include collectives that were launched between these Unix nanoseconds."""
+        """Include collectives launched between these times, in Unix nanoseconds."""
         self._edges += [begin, end]
 
     @property
@@ -41,7 +41,7 @@ class DeviceWaits:
         return self._total
 
     def count(self, entries: list[dict[str, Any]]) -> None:
-        """Add the finished collectives of steps in a trace, oldest first, that were not counted before."""
+        """Add finished collectives of steps in a trace, oldest first, that have not been counted yet."""
         new = [it for it in entries if it["record_id"] > self._last_id and it.get("duration_ms") is not None]
         of_steps = [it for it in new if bisect(self._edges, it["time_created_ns"]) % 2]
         self._total += sum(it["duration_ms"] for it in of_steps) / 1e3
@@ -51,8 +51,8 @@ class DeviceWaits:
 
 
 class Stragglers(StepHook):
-    """Compares ranks, and reports one that is ``factor`` times slower than the median of the others to
-    ``record``.
+    """Compares ranks, and reports to ``record`` a rank that is ``factor`` times slower than the median of the
+    others.
 
     All ranks log the same steps.
     """
@@ -85,8 +85,8 @@ class Stragglers(StepHook):
         return values | compared
 
     def compare(self, data_seconds: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return this rank's mean seconds per step since the last call, with those of the slowest rank and
-        the median of the others; and an event, if a rank has become slow or is no longer slow."""
+        """Return this rank's mean seconds per step since the previous call, with the slowest rank's and the
+        median of the others; and an event if a rank has become slow or is no longer slow."""
         steps = max(1, self._steps)
         if self._on_device:
             before, now = self._waited, self._on_device.seconds

@@ -1,4 +1,4 @@
-"""Step hooks for ``[health]``; imported only by runs that enable any of it."""
+"""Step hooks for ``[health]``; imported only by runs that enable at least one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.trainer import Trainer
 
 
 def health_hooks(trainer: Trainer) -> list[StepHook]:
-    """Return the hooks that the configuration of ``trainer`` enables, in calling order."""
+    """Return the hooks enabled in the configuration of ``trainer``, in calling order."""
     options, rank = trainer.config.health, dist.get_rank()
     hooks: list[StepHook] = []
     if options == Health():
@@ -41,11 +41,11 @@ def health_hooks(trainer: Trainer) -> list[StepHook]:
 
 
 class Policies(StepHook):
-    """Skips batches with a nonfinite loss or gradient norm or a spike, or rolls the run back."""
+    """Skips batches with a spike or a nonfinite loss or gradient norm, or rolls the run back."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self._back_to, self._times = -1, 0  # the step of the last rollback, and its number of rollbacks
+        self._back_to, self._times = -1, 0  # the step of the last rollback, and the number of rollbacks to it
         self.guard = Guard(trainer.config.health, lambda: trainer.train_state.health)
         self.train_step = trainer.train_step
         self.train_step.guard = self.guard
@@ -70,7 +70,7 @@ class Policies(StepHook):
         self.train_step.limits = self.guard.limits()
 
     def _roll_back(self, end: int, event: dict[str, Any]) -> None:
-        """Load the newest checkpoint, and continue with the samples from ``end``."""
+        """Load the newest checkpoint, and continue with the samples from ``end`` on."""
         trainer = self.trainer
         assert trainer.checkpointer, "the preflight rejects rollback without checkpoints"
         back_to = trainer.checkpointer.roll_back()

@@ -14,7 +14,7 @@ from toolkit.hardware import cores
 
 BLOCK_BYTES = 4 << 20
 SAMPLED = 8
-"""Number of blocks, evenly spaced from first to last, that a partial check reads."""
+"""Number of blocks that a partial check reads, evenly spaced from first to last."""
 
 
 class HashedFile:
@@ -41,8 +41,7 @@ class HashedFile:
 
 
 def first_damaged(path: Path, hashes: Sequence[str], *, every: bool) -> int | None:
-    """Return the offset of the first damaged block, checking ``every`` block or a sample; None if there is
-    none."""
+    """Return the offset of the first damaged block, or None. Checks ``every`` block, or else a sample."""
     last = len(hashes) - 1
     count = len(hashes) if every else min(SAMPLED, len(hashes))
     numbers = [last * index // max(1, count - 1) for index in range(count)]

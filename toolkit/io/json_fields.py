@@ -1,4 +1,4 @@
-"""Validation of JSON files, with all problems of their fields in one message. Imports no torch."""
+"""Validate JSON files, reporting all problems of their fields in one message. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.config.types import MAX_SIZE
 from toolkit.errors import DataError, quote
 
 MAX_BYTES = 200_000_000
-"""Size limit of a JSON file, about ten times the largest known tokenizers and indexes."""
+"""Maximum size of a JSON file, about ten times the largest known tokenizers and indexes."""
 
 
 def is_count(value: object, *, at_most: int = 2**63 - 1) -> bool:
@@ -73,7 +73,7 @@ def read_object(path: Path, *, at_most: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is no such file.
+    """Return the object in a JSON file, or an empty one if the file does not exist.
 
     Raises:
         DataError: the file does not contain a JSON object.
@@ -93,7 +93,8 @@ class Fields:
         self.problems = [] if problems is None else problems
 
     def inner(self, key: str) -> Fields | None:
-        """Return the object in a field, which shares the problems; None if it is absent or empty."""
+        """Return the object in a field, as Fields that share the list of problems; None if it is absent or
+        empty."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             self.reject(key, "must be an object")
@@ -121,7 +122,7 @@ class Fields:
         self.problems.append(f"{self.where}{key}{value}: {rule}")
 
     def finish(self, heading: str) -> None:
-        """Raise all problems, if there are any, below ``heading``."""
+        """Raise all problems, if any, below ``heading``."""
         if self.problems:
             raise DataError("\n  ".join([f"{heading}:", *self.problems]))
 

@@ -25,21 +25,21 @@ def claim(folder: Path) -> IO[str]:
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path`` in the context, then remove it; raises as :func:`claim` does."""
+    """Hold the lock file ``path`` inside the context, then remove it; raises as :func:`claim` does."""
     file = _lock(path)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before it is released, so that the next holder creates another
+        path.unlink(missing_ok=True)  # removed before release, so that the next holder creates a new file
         file.close()
 
 
 @contextmanager
 def waiting_lock(path: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Wait for an exclusive flock and hold it in the context. While waiting, ``say`` that its holder is busy
-    with ``task``.
+    """Wait for an exclusive flock and hold it inside the context. While waiting, ``say`` that its holder is
+    busy with ``task``.
 
-    The file is kept: removing it would allow two holders.
+    The file is not removed, because that would allow two holders.
     """
     with open(path, "a+") as file:
         try:
@@ -62,7 +62,7 @@ def _lock(path: Path) -> IO[str]:
             file.close()
             raise BlockingIOError(holder) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system does not support locks
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 break
@@ -72,7 +72,7 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _record_holder(file: IO[str]) -> None:
-    """Write to a lock file that this process has the lock."""
+    """Write to a lock file that this process holds the lock."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()

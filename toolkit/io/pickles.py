@@ -6,8 +6,8 @@ import pickle
 from typing import Any
 
 _Unpickler: Any = pickle._Unpickler
-"""The pure Python one: the C version hashes any dict key, where nested tuples can take exponential time, and
-allocates as many objects as the file says."""
+"""The pure-Python unpickler. The C version hashes any dict key, which can take exponential time for nested
+tuples, and allocates as many objects as the file requests."""
 _OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
     SHORT_BINUNICODE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM
     SETITEMS MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD
@@ -15,10 +15,11 @@ _OPERATIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BINI
 
 
 class PlainUnpickler(_Unpickler):
-    """Reads a pickle whose dicts have plain keys, as defined by :meth:`is_plain`.
+    """Reads a pickle whose dicts have only plain keys (:meth:`is_plain`).
 
     Raises:
-        pickle.UnpicklingError: it has other keys; KeyError for an opcode that tensors do not need.
+        pickle.UnpicklingError: it has other keys.
+        KeyError: it has an opcode that tensors do not need.
     """
 
     dispatch = {
@@ -48,7 +49,7 @@ class PlainUnpickler(_Unpickler):
 
 
 class _Placeholder:
-    """Placeholder of any object in a pickle."""
+    """Placeholder for any object in a pickle."""
 
     def __new__(cls, *_: Any) -> Any:
         return super().__new__(cls)

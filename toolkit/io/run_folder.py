@@ -1,4 +1,4 @@
-"""Locking of the folders that a run writes."""
+"""Lock the folders to which a run writes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from toolkit.io.locks import claim
 
 
 def claim_folders(config: Config) -> ExitStack:
-    """Lock the folders that the run writes until the result is closed, and write the resolved config with the
-    origin of each value. Collective; rank 0 does it.
+    """Lock the folders to which the run writes until the result is closed, and write the resolved config with
+    the origin of each value. Collective; only rank 0 acts.
 
     Raises:
-        ConfigError: on every rank: rank 0 cannot write there, or another run does.
+        ConfigError: on every rank: rank 0 cannot write there, or another run is writing there.
     """
     locks = ExitStack()
     problem: list[Problem | None] = [None]
@@ -31,7 +31,7 @@ def claim_folders(config: Config) -> ExitStack:
 
 
 def _claim(config: Config, locks: ExitStack) -> Problem | None:
-    """Lock the folders and write the config. Returns the problem of a folder's key, if any."""
+    """Lock the folders and write the config. Returns the problem with a folder's key, if any."""
     run = expand_user(config.job.dump_folder)
     folders = {"job.dump_folder": run}
     checkpoints = expand_user(config.checkpoint.folder, inside=run)

@@ -1,7 +1,7 @@
 """Standard output and error that never raise. Imports no torch.
 
 ``print``, and libraries that print, raise if the reader of a pipe exits, the terminal closes, the disk of a
-log is full, or the encoding lacks "×". A run must not fail because of its output.
+log is full, or the encoding lacks a character such as "×". A run must not fail because of its output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _lost: list[str] = []
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor to which writing never fails: unwritable data is dropped, which is reported once."""
+    """A file descriptor whose writes never fail: unwritable data is dropped, and the loss is reported
+    once."""
 
     def __init__(self, number: int, label: str):
         super().__init__(number, "w", closefd=False)
@@ -39,7 +40,8 @@ class _Descriptor(io.FileIO):
 
 
 def protect(*, end_with_reader: bool = False) -> None:
-    """Protect this process from errors of its output streams; characters that the encoding lacks are escaped.
+    """Protect this process from errors of its output streams; characters missing from the encoding are
+    escaped.
 
     ``end_with_reader``: exit silently when the reader of the output exits, for programs that only print.
     """
@@ -50,10 +52,10 @@ def protect(*, end_with_reader: bool = False) -> None:
 
 
 def _protected(stream: TextIO | None, number: int, label: str) -> TextIO:
-    if stream is None:  # closed by the parent process: the next opened file must not get its number
+    if stream is None:  # closed by the parent process: the next opened file must not get its descriptor
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, number)
-    unbuffered = getattr(stream, "write_through", False)  # python -u, as ranks run
+    unbuffered = getattr(stream, "write_through", False)  # python -u, with which ranks run
     return io.TextIOWrapper(
         io.BufferedWriter(_Descriptor(number, label)),
         encoding=stream.encoding if stream else "utf-8",

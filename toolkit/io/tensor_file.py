@@ -1,7 +1,7 @@
-"""Reading of regions of contiguous tensors in files, with ``preadv`` into existing memory.
+"""Read regions of contiguous tensors in files, with ``preadv``, into existing memory.
 
-Not with mmap, whose pages count as this process's memory and are faulted in four KiB at a time. Full rows are
-read directly into the destination; regions that slice columns or permute rows go through a buffer.
+mmap is not used, because its pages count as this process's memory and are faulted in 4 KiB at a time. Full
+rows are read directly into the destination; regions that slice columns or permute rows go through a buffer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Region = Sequence[slice]
-"""A slice with start and stop, without step, for each dimension."""
+"""A slice with start and stop, without step, per dimension."""
 Read = Callable[[memoryview, int], int]
-"""Reads from a file at an offset into memory, and returns the number of bytes."""
+"""Function that reads from a file at an offset into memory, and returns the number of bytes."""
 
 _MAX_PICKLE = 100_000_000
 BUFFER_BYTES = 8 << 20
-"""Size of the buffer, unless one row or head is larger; fits into a CPU cache."""
+"""Size of the buffer, unless one row or head is larger; it fits in a CPU cache."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TensorPlace:
 
 
 class FilePart(io.RawIOBase):
-    """A byte range of an open file, as a file."""
+    """A byte range of an open file, with the interface of a file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int):
         self._file, self._begin, self._length = file, begin, length
@@ -75,7 +75,8 @@ class FilePart(io.RawIOBase):
 
 
 class SavedFile:
-    """A file written by torch.save, read from ``stream``: ``file``, or its part that starts at ``begin``.
+    """A file written by torch.save, read from ``stream``: all of ``file``, or its part that starts at
+    ``begin``.
 
     Raises:
         BadZipFile: it was not written by torch 1.6 or later.
@@ -87,10 +88,10 @@ class SavedFile:
         self._headers = [record.header_offset for record in self._records]
 
     def load(self) -> Any:
-        """Load the file with its tensors on the meta device: names, shapes and offsets, without elements.
+        """Load the file with its tensors on the meta device: names, shapes and offsets, but no elements.
 
         Raises:
-            UnpicklingError: it contains other objects than tensors.
+            UnpicklingError: it contains objects other than tensors.
             Exception: of any type, for a damaged file.
         """
         for record in self._records:
@@ -104,7 +105,7 @@ class SavedFile:
         return torch.load(self._stream, map_location="meta", weights_only=True)
 
     def place(self, tensor: Tensor) -> TensorPlace:
-        """Locate the elements of a ``tensor`` that torch.load put on the meta device.
+        """Locate the elements of a ``tensor`` that :meth:`load` created on the meta device.
 
         Raises:
             ValueError: it is not contiguous, or larger than its stored data.
@@ -129,7 +130,7 @@ def region_shape(region: Region) -> tuple[int, ...]:
 
 
 def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: Tensor | None) -> Tensor:
-    """Check ``out``, or allocate memory, for a region of a tensor."""
+    """Check ``out``, or allocate it, for a region of a tensor."""
     inside = len(region) == len(shape) and all(
         0 <= it.start <= it.stop <= size for it, size in zip(region, shape, strict=True)
     )
@@ -143,8 +144,8 @@ def new_output(shape: tuple[int, ...], dtype: torch.dtype, region: Region, out: 
 def read_region(place: TensorPlace, region: Region, out: Tensor, *, paired_rows: int = 0) -> Tensor:
     """Read a region of the tensor at ``place`` into the contiguous ``out``, and return it.
 
-    With ``paired_rows``, every group of that many rows (a head) has our even rows first in the file, then the
-    odd ones.
+    With ``paired_rows``, the file stores each group of that many rows (a head) with our even rows first, then
+    the odd ones.
 
     Raises:
         DataError: the file cannot be read or ends too early.
@@ -165,7 +166,7 @@ def read_region(place: TensorPlace, region: Region, out: Tensor, *, paired_rows:
 
 
 def _preadv(descriptor: int, memory: memoryview, offset: int) -> int:
-    if not hasattr(os, "preadv"):  # as before macOS 11
+    if not hasattr(os, "preadv"):  # before macOS 11
         data = os.pread(descriptor, len(memory), offset)
         memory[: len(data)] = data
         return len(data)
@@ -182,7 +183,7 @@ def _read_region(read: Read, place: TensorPlace, region: Region, out: Tensor, pa
 
 
 def _read_buffered(read: Read, place: TensorPlace, region: Region, out: Tensor, paired_rows: int) -> None:
-    """Read full groups of rows into a buffer, and copy the region from it."""
+    """Read full groups of rows into a buffer, and copy the region out of it."""
     rest = place.shape[1:]
     row = math.prod(rest) * place.dtype.itemsize
     group = paired_rows or 1

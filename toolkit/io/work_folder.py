@@ -1,7 +1,7 @@
 """Folders that are created atomically by one rename, and can be resumed after a kill. Imports no torch.
 
-Until the rename, a folder has a temporary name next to the final one with a hash of the plan, so that a
-process with the same plan finds its finished files.
+Until the rename, a folder has a temporary name next to the final one that contains a hash of the plan, so
+that a process with the same plan finds finished files.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from toolkit.io.atomic import sync_folder
 
 
 def work_folder(final: Path, plan: object) -> Path:
-    """Return the temporary path of ``final`` for a ``plan``: JSON types that determine its contents."""
+    """Return the temporary path of ``final`` for a ``plan``: JSON types that determine the folder's
+    contents."""
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     return final.with_name(f"{final.name}.tmp-{digest[:8]}")
 
 
 def file_state(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of the files in a source folder, for a plan. Locks are excluded, because a
-    killed process leaves them."""
+    """Return name, size and time of the files in a source folder, for a plan. Lock files are excluded,
+    because a killed process leaves them behind."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     files = [(path.name, path.stat()) for path in paths if path.is_file() and path.suffix != ".lock"]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
@@ -39,14 +40,15 @@ def reject_existing(out: Path) -> None:
 
 
 def write_in_progress(out: Path, holder: BlockingIOError) -> DataError:
-    """Return the error for a lock of ``out`` that another process has."""
+    """Return the error for a lock on ``out`` that another process holds."""
     return DataError(f"{holder} is writing {out}\n  fix:  wait until it ends, or use another folder")
 
 
 def replace_folder(work: Path, final: Path) -> None:
     """Rename a complete and synced folder to ``final``, replacing an existing folder.
 
-    The latter is renamed first; :func:`toolkit.checkpoint.local_steps.clear` restores it after a kill.
+    The existing folder is first renamed; :func:`toolkit.checkpoint.local_steps.clear` restores it after a
+    kill.
     """
     replaced = None
     if final.exists():

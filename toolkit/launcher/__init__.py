@@ -1,1 +1,1 @@
-"""Starting the ranks of a machine, watching them, and telling of those that fail."""
+"""Start the ranks of a machine, watch them, and report failed ranks."""

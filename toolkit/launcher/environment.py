@@ -1,4 +1,4 @@
-"""Environment variables, and a signal, by which a launcher and its ranks know of one another."""
+"""Environment variables, and a signal, for communication between a launcher and its ranks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from toolkit.hardware import cores
 
 _DIGITS = 18
 SUPERVISED = "TOOLKIT_SUPERVISED"
-"""Set for ranks whose launcher asks them where they are, and tells the user."""
+"""Set for ranks whose launcher asks them for their location in the code and reports it to the user."""
 CHECKED_DEVICE = "TOOLKIT_CHECKED_DEVICE"
-"""In the environment of ranks: the device that the checks before them were made for."""
+"""Environment variable of ranks: the device for which the launcher's checks were made."""
 QUESTION = signal.SIGUSR2
-"""A rank that gets it reports and ends."""
+"""Signal on which a rank reports its location and exits."""
 
 
 def environment_error(name: str, value: str, rule: str, fix: str = "") -> ConfigError:
-    """A variable that cannot be what it is."""
+    """Build the error for an invalid environment variable."""
     return ConfigError(
         Problem(rule, fix or f"set {name} to such a value, or unset it", name, value, "environment")
     )
 
 
 def is_number(text: str) -> bool:
-    """Return whether ``text`` is a nonnegative integer of a plausible length."""
+    """Return whether ``text`` is a nonnegative integer of plausible length."""
     return text.isdecimal() and len(text) <= _DIGITS
 
 
 def whole_number(
     environ: Mapping[str, str], name: str, default: int, least: int, most: float = math.inf
 ) -> int:
-    """Return the integer in ``name``, or ``default`` if it is unset or empty.
+    """Return the integer in the variable ``name``, or ``default`` if it is unset or empty.
 
     Raises:
-        ConfigError: it is not a whole number from ``least`` to ``most``.
+        ConfigError: the value is not an integer from ``least`` to ``most``.
     """
     text = environ.get(name, "").strip()
     if not text:
@@ -52,10 +52,10 @@ def whole_number(
 
 
 def node_range(environ: Mapping[str, str]) -> tuple[int, int]:
-    """The least and the most nodes of NNODES, which is such as 4 or 2:4; 1 where it is unset or empty.
+    """Return the minimum and maximum number of nodes in NNODES, such as 4 or 2:4; 1 if it is unset or empty.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value has neither form.
     """
     text = environ.get("NNODES", "").strip()
     first, colon, last = text.partition(":")
@@ -70,31 +70,31 @@ def node_range(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def threads() -> int:
-    """This process's share of the cores, to fill its parts with; torch's own thread count is 1 under
-    torchrun."""
+    """Return this process's share of the CPU cores, as a thread count; under torchrun, torch's own thread
+    count is 1."""
     return max(1, cores() // whole_number(os.environ, "LOCAL_WORLD_SIZE", 1, 1))
 
 
 def with_threads(environ: Mapping[str, str], processes: int) -> dict[str, str]:
-    """``environ`` for one of the ``processes`` of a launch here: each computes in its share of the cores,
-    where OMP_NUM_THREADS does not say how many threads it has."""
+    """Return ``environ`` for one of ``processes`` processes on this machine: OMP_NUM_THREADS, unless set, is
+    the process's share of the cores."""
     share = {"OMP_NUM_THREADS": str(max(1, cores() // processes))} if processes > 1 else {}
     return {**share, **environ}
 
 
 def slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Count the tasks of this process's Slurm step: 1 outside of srun, as in a batch script, and in a shell
-    that ``srun --pty`` gave a terminal.
+    """Return the number of tasks in this process's Slurm step; 1 outside srun (also in a batch script), and
+    in a terminal from ``srun --pty``.
 
     Raises:
-        ConfigError: SLURM_STEP_NUM_TASKS is not such a number.
+        ConfigError: SLURM_STEP_NUM_TASKS is not a valid number.
     """
     return 1 if os.isatty(0) else whole_number(environ, "SLURM_STEP_NUM_TASKS", 1, 1, MAX_RANKS)
 
 
 def slurm_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a rank's variables for one of several tasks of srun that has neither RANK nor WORLD_SIZE; empty
-    for any other process. MASTER_ADDR and MASTER_PORT stay where they are set."""
+    """Return the rank variables of a task of a multi-task srun without RANK and WORLD_SIZE; empty for any
+    other process. MASTER_ADDR and MASTER_PORT are kept if set."""
     tasks = slurm_tasks(environ)
     if tasks == 1 or any(environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
         return {}
@@ -102,7 +102,7 @@ def slurm_rank(environ: Mapping[str, str]) -> dict[str, str]:
     nodes = whole_number(environ, "SLURM_STEP_NUM_NODES", 1, 1, tasks)
     address = "127.0.0.1" if nodes == 1 else _first_host(environ.get("SLURM_STEP_NODELIST", ""))
     gpus = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    alone = gpus and "," not in gpus  # as with --gpus-per-task=1
+    alone = gpus and "," not in gpus  # one visible GPU, as with --gpus-per-task=1
     return {
         "RANK": environ.get("SLURM_PROCID", ""),
         "WORLD_SIZE": str(tasks),
@@ -114,7 +114,7 @@ def slurm_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _first_host(hosts: str) -> str:
-    """The first host of a list as Slurm writes it.
+    """Return the first host of a Slurm host list.
 
     >>> _first_host("rack2-gpu[03-05,9],cpu1")
     'rack2-gpu03'
@@ -125,7 +125,7 @@ def _first_host(hosts: str) -> str:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The numbers that a launcher gives each process it starts."""
+    """The rank numbers that a launcher assigns to a process."""
 
     rank: int
     local_rank: int
@@ -133,11 +133,11 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
-    """Read RANK, LOCAL_RANK and WORLD_SIZE; a single process where they are unset or empty.
+    """Read RANK, LOCAL_RANK and WORLD_SIZE; unset or empty variables mean a single process.
 
     Raises:
-        ConfigError: they are no such numbers, or one of several ranks does not know its own or where
-            they meet.
+        ConfigError: the values are not valid numbers, or one of several ranks lacks its own number or the
+            rendezvous address.
     """
     world_size = whole_number(environ, "WORLD_SIZE", 1, 1, MAX_RANKS)
     rank = whole_number(environ, "RANK", 0, 0)
@@ -152,7 +152,7 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def is_reporting_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether this process reports for all ranks: rank 0, or one whose variables are wrong."""
+    """Return whether this process reports for all ranks: rank 0, or a rank with invalid variables."""
     try:
         return rank_environment(environ).rank == 0
     except ConfigError:
@@ -160,10 +160,10 @@ def is_reporting_rank(environ: Mapping[str, str]) -> bool:
 
 
 def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> list[int]:
-    """Return the existing ranks of LOG_RANK in ascending order; ``default`` is read if it is unset.
+    """Return the ranks of LOG_RANK that exist, in ascending order; ``default`` is used if it is unset.
 
     Raises:
-        ConfigError: it is not a list of ranks, or has none of the ``world_size`` that there are.
+        ConfigError: it is not a list of ranks, or none of them is below ``world_size``.
     """
     shown = environ.get("LOG_RANK", "").strip() or default
     if not all(is_number(item.strip()) for item in shown.split(",")):
@@ -176,9 +176,9 @@ def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> li
 
 
 def tells_for_all(environ: Mapping[str, str], here: RankEnvironment) -> bool:
-    """Return whether this rank of a run reports for all ranks: rank 0, and the first one that is shown."""
+    """Return whether this rank of a run reports for all ranks: rank 0 and the first shown rank do."""
     try:
         first = shown_ranks(environ, here.world_size, default="0")[0]
-    except ConfigError:  # of a torchrun that does not read it, or of more nodes than there are now
+    except ConfigError:  # torchrun does not read the variable, or it names ranks of nodes that left
         first = 0
     return here.rank in (0, first)

@@ -1,4 +1,4 @@
-"""Words about a launch that failed: which rank was the first, and what it said."""
+"""Describe a failed launch: which rank failed first, and its last output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAIL_LINES = 30
 
 
 def _failed_by_itself(worker: Worker, watch: Watch, reports: Mapping[int, object]) -> bool:
-    """Rather than because others were gone, which ranks report."""
+    """Return whether the rank failed on its own, not because peers were lost, which ranks report."""
     if worker.rank in watch.ended_by_us:
         return False
     return worker.rank not in reports or worker.process.returncode != EXIT_ERROR
@@ -27,13 +27,13 @@ def _failed_by_itself(worker: Worker, watch: Watch, reports: Mapping[int, object
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed by itself, in words, and the end of what it printed where nobody sees it."""
+    """A description of a rank that failed on its own, and the end of its output if that was not shown."""
 
     text: str
     log: Path | None
     lines: Sequence[str]
     told: bool
-    """The rank has reported its error itself."""
+    """True if the rank has reported its error itself."""
 
     def show(self) -> None:
         if self.told:
@@ -52,12 +52,12 @@ def _failed(watch: Watch) -> list[Worker]:
 
 
 def any_failed_by_itself(watch: Watch, reports: Mapping[int, Report]) -> bool:
-    """Return whether a rank of this node failed by itself, and not because others were gone."""
+    """Return whether a rank of this node failed on its own, not because peers were lost."""
     return any(_failed_by_itself(worker, watch, reports) for worker in _failed(watch))
 
 
 def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Failure | None:
-    """The rank that failed first, or None where all only report that they lost others."""
+    """Return the rank that failed first, or None if all failed ranks only report lost peers."""
     failed = _failed(watch)
     own = [worker for worker in failed if _failed_by_itself(worker, watch, reports)]
     told = False
@@ -72,7 +72,7 @@ def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Fai
     returned = first.process.returncode
     lines = first.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if first.log else []
     shown = [worker.process.returncode for worker in own if worker.log is None]
-    # A rank that is shown has told it, which one that a signal ended cannot.
+    # A shown rank has reported its error, unless a signal killed it.
     told = told or (not lines and returned > 0 and returned in shown)
     local = f"local rank {first.rank - watch.launch.ranks.start} on {socket.gethostname()}"
     how = f"was ended by {_signal_name(-returned)}" if returned < 0 else f"ended with code {returned}"
@@ -84,7 +84,8 @@ def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Fai
 
 
 def explain(watch: Watch, code: int, prefix: Path | None) -> None:
-    """Say which rank failed first, or is missed by the others, unless it has already reported it."""
+    """Report which rank failed first, or which rank the others waited for, unless it has reported it
+    itself."""
     reports: Mapping[int, Report] = {}
     if prefix:
         from toolkit.launcher import fault_reports

@@ -1,9 +1,9 @@
-"""A rank's own part when a run breaks down: it says where it is, then ends.
+"""Report where a rank is when a run breaks down, then exit.
 
-It does so when a collective fails, or when its launcher asks (:data:`QUESTION`), since a rank that waits in
-a collective does not come back to Python until the timeout, and one that loops never fails at all. A thread
-answers. It is woken through a file descriptor that C code writes to at the signal, whatever the main thread
-is in.
+A rank reports when a collective fails, or when its launcher asks (:data:`QUESTION`): a rank that waits in a
+collective does not return to Python until the timeout, and a rank in an endless loop never fails. A thread
+answers the launcher. C code wakes it through a file descriptor on the signal, whatever the main thread is
+doing.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from toolkit.launcher.fault_reports import Place, Report
 
 PACKAGE = Path(__file__).parents[1]
 PATIENCE_SECONDS = 10.0
-# The texts of gloo, whose errors have no type of their own.
+# Messages of gloo's errors, which have no type of their own.
 _LOST = re.compile("gloo/transport|Connection (closed|reset) by peer|[Tt]imed out waiting")
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+)ms")
-_SAID_BY = re.compile(r"^\[[^]]*\] |[.] This is typically.*")  # gloo's file and line, and its advice
+_SAID_BY = re.compile(r"^\[[^]]*\] |[.] This is typically.*")  # gloo's file and line, and gloo's advice
 _WAITS = str(PACKAGE / "distributed" / "collectives.py")
-"""Every collective waits there: what called it says where."""
+"""Every collective waits in this file; its caller shows the location."""
 _TRANSFERS = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 _Frames = list[traceback.FrameSummary]  # outermost first
 
 
 class FaultReporter:
-    """Report faults of the rank ``rank``, whose report and trace get names that begin with ``prefix``.
+    """Reports faults of rank ``rank``; the names of its report and trace begin with ``prefix``.
 
-    A rank that is ``supervised`` answers the launcher, which tells the user; others wait for each other's
-    reports, and the first of them tells. ``step`` gives the step in progress.
+    A ``supervised`` rank answers its launcher, which reports to the user. Other ranks wait for each other's
+    reports, and the first of them reports to the user. ``step`` returns the step in progress.
     """
 
     def __init__(self, prefix: Path, rank: int, world_size: int, *, supervised: bool):
@@ -54,16 +54,16 @@ class FaultReporter:
 
     def _listen(self) -> None:
         receiver, sender = os.pipe()
-        os.set_blocking(sender, False)  # as Python demands
+        os.set_blocking(sender, False)  # required by set_wakeup_fd
         signal.signal(QUESTION, lambda *_: None)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(target=self._answer, args=(receiver,), name="fault reporter", daemon=True).start()
 
     def _answer(self, receiver: int) -> None:
-        while QUESTION not in os.read(receiver, 64):  # a byte for each signal that Python handles
+        while QUESTION not in os.read(receiver, 64):  # one byte per signal that Python handles
             pass
         main = sys._current_frames()[threading.main_thread().ident or 0]
-        with suppress(Exception):  # whatever it is, the rank ends
+        with suppress(Exception):  # the rank exits in any case
             self._report(_frames(traceback.walk_stack(main))[::-1])
         os._exit(EXIT_ERROR)
 
@@ -72,8 +72,8 @@ class FaultReporter:
         return distributed is not None and distributed.is_initialized()
 
     def record_collectives(self, entries: int, *, timed: bool = False) -> None:
-        """Have torch remember the last ``entries`` collectives of groups that are formed from here on, and on
-        NCCL how long each took if they are ``timed``."""
+        """Make torch record the last ``entries`` collectives of groups created from now on and, if ``timed``,
+        the duration of each on NCCL."""
         from toolkit.launcher import flight_recorder
 
         flight_recorder.enable(entries, self.prefix)
@@ -81,7 +81,7 @@ class FaultReporter:
             os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
 
     def failed(self, error: BaseException) -> str:
-        """Report the collective that failed with ``error``; returns what to tell of it."""
+        """Report the collective that failed with ``error``; return the message for the user."""
         error = _causes(error)[-1]
         frames = _frames(traceback.walk_tb(error.__traceback__))
         text = _SAID_BY.sub("", str(error).strip().split("\n")[0])
@@ -109,7 +109,7 @@ class FaultReporter:
         )
 
     def _report(self, frames: _Frames, error: str = "") -> Report:
-        """Leave the report, then the trace, which may take longer."""
+        """Write the report, then the trace, which may take longer."""
         grouped = self._grouped()
         places: tuple[Place, ...] = ()
         place, seconds = None, 0.0
@@ -136,7 +136,7 @@ class FaultReporter:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it came of, the first cause last."""
+    """Return the error and its chain of causes, ending with the root cause."""
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
@@ -144,19 +144,19 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _frames(walk: Iterator[tuple[FrameType, int]]) -> _Frames:
-    """Return the frames of a walk, in its order, without those of our own waits."""
+    """Return the frames of a stack walk, in order, without our own wait functions."""
     frames = traceback.StackSummary.extract(walk, lookup_lines=False)
     return [frame for frame in frames if frame.filename != _WAITS]
 
 
 def _transfers(frames: _Frames) -> bool:
-    """Return whether this is in a send or receive between stages of a pipeline."""
+    """Return whether the innermost frame is in a send or receive between pipeline stages."""
     innermost = frames[-1]
     return innermost.name in _TRANSFERS or "/distributed/pipelining/" in innermost.filename
 
 
 def _where(frames: _Frames) -> str:
-    """The innermost line of the toolkit."""
+    """Return the innermost line that is in the toolkit."""
     for frame in reversed(frames):
         path = Path(frame.filename)
         if path.is_relative_to(PACKAGE):

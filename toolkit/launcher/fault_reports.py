@@ -1,10 +1,10 @@
-"""Reports of the ranks of a run that broke down, and what follows from them: which rank is at fault.
+"""Reports of the ranks of a run that broke down, and the rank at fault derived from them.
 
-When a rank dies or hangs, the others see a collective fail, each in a group of its own: one waits for a
-neighbor in the pipeline, which waits for its tensor-parallel peer, which hangs. So each rank writes down
-where it stands, and who is missing, busy or behind shows only in all reports together. They are files
-next to the traces of collectives, not keys of the group's store, since that lives in rank 0, which may be the
-one that hangs. Needs no torch: launchers read them.
+When a rank dies or hangs, the other ranks see a collective fail, each in a group of its own: one waits for a
+neighbor in the pipeline, which waits for its tensor-parallel peer, which hangs. So each rank reports where it
+is, and only all reports together show which rank is missing, busy or behind. Reports are files next to the
+traces of collectives, not keys of the group's store, because the store lives in rank 0, which may be the rank
+that hangs. Needs no torch: launchers read them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from toolkit.config.job import Comm, Job
 
 WHOLE = ("default_pg", "mesh_default")
-TOLD = 8  # ranks whose waiting is told one by one
+TOLD = 8  # maximum number of waiting ranks to list
 POLL_SECONDS = 0.2
 
 
 def traces_prefix(job: Job, comm: Comm) -> Path:
-    """The beginning of the names of the files in which ranks tell of failed collectives."""
-    from toolkit.config.local_paths import expand_user  # tables are read by then; reports need no package
+    """Return the path prefix of the files in which ranks report failed collectives."""
+    from toolkit.config.local_paths import expand_user  # deferred: reading reports needs no package
 
     folder = expand_user(comm.save_traces_folder, inside=expand_user(job.dump_folder))
     return folder / comm.save_traces_file_prefix
@@ -37,20 +37,20 @@ def traces_prefix(job: Job, comm: Comm) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a rank in one group: its first unfinished collective, else the last one.
+    """Position of a rank in one group: its first unfinished collective, else its last one.
 
-    ``number`` counts the collectives of the group; 0 is none yet, or a transfer between two of its ranks.
+    ``number`` counts the group's collectives; 0 means none yet, or a transfer between two ranks.
     """
 
     group: str
     ranks: tuple[int, ...]
     number: int = 0
     operation: str = ""
-    done: bool = field(default=False, compare=False)  # a rank whose wait timed out may say either
+    done: bool = field(default=False, compare=False)  # either value is possible after a timed-out wait
 
     @property
     def name(self) -> str:
-        """The dimension of the mesh, or nothing for a group that is none."""
+        """Mesh dimension of the group, or "" if it is not a mesh group."""
         return self.group.removeprefix("mesh_") if self.group.startswith("mesh_") else ""
 
     @property
@@ -66,8 +66,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank in ``step``: ``where`` in the code it is, its ``places`` in all groups, and whether it
-    ``waits``, if known in which of these, and since how many ``seconds`` (0: unknown)."""
+    """State of one rank: its ``step``, ``where`` it is in the code, its ``places`` in all groups, and whether
+    it ``waits``: in which ``place``, if known, and for how many ``seconds`` (0: unknown)."""
 
     rank: int
     step: int
@@ -87,16 +87,16 @@ def _path(prefix: Path, rank: int) -> Path:
 
 
 def forget(prefix: Path, rank: int) -> None:
-    """Remove what this rank of an earlier run has left."""
+    """Remove this rank's report of an earlier run."""
     with suppress(OSError):
         _path(prefix, rank).unlink(missing_ok=True)
 
 
 def write(prefix: Path, report: Report) -> None:
-    """Leave the report for the others, whole or not at all.
+    """Write the report atomically, for other processes to read.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
     path = _path(prefix, report.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def _read(prefix: Path, rank: int) -> Report | None:
 
 
 def gather(prefix: Path, world_size: int, *, seconds: float = 0.0) -> dict[int, Report]:
-    """The reports of all ranks, in order, or those that are there after ``seconds``."""
+    """Return the reports of all ranks, in order, or the reports that exist after ``seconds``."""
     deadline = time.monotonic() + seconds
     reports: dict[int, Report] = {}
     while True:
@@ -134,13 +134,13 @@ def gather(prefix: Path, world_size: int, *, seconds: float = 0.0) -> dict[int, 
 
 
 def first(prefix: Path, world_size: int) -> int:
-    """The lowest rank that has reported, else ``world_size``."""
+    """Return the lowest rank that has reported, or ``world_size`` if none has."""
     return next((rank for rank in range(world_size) if _path(prefix, rank).exists()), world_size)
 
 
 def at_fault(reports: Mapping[int, Report], world_size: int) -> list[int]:
-    """The ranks for which the others wait: those that do not report, else those that wait for nobody, else
-    those that are behind in a group in which others wait."""
+    """Return the ranks that the others wait for: ranks without a report, else ranks that are not waiting,
+    else ranks that are behind in a group in which others wait."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     busy = [rank for rank, report in reports.items() if not report.waits]
     return silent or busy or _behind(reports)
@@ -160,7 +160,7 @@ def _behind(reports: Mapping[int, Report]) -> list[int]:
 
 
 def _waiting_for(rank: int, reports: Mapping[int, Report]) -> list[Report]:
-    """The ranks that wait in a collective to which ``rank`` has not come, as far as one knows."""
+    """Return the reports of ranks known to wait in a collective that ``rank`` has not reached."""
     own = reports.get(rank)
     return [
         other
@@ -171,7 +171,8 @@ def _waiting_for(rank: int, reports: Mapping[int, Report]) -> list[Report]:
 
 
 def _is_before(report: Report, wanted: Place) -> bool:
-    """Never in a transfer, number 0: it is not known who waits for whom."""
+    """Return whether the rank has yet to reach ``wanted``; False for a transfer (number 0), where it is
+    unknown who waits for whom."""
     return any(
         place.name_and_ranks == wanted.name_and_ranks and place.number < wanted.number
         for place in report.places
@@ -179,7 +180,7 @@ def _is_before(report: Report, wanted: Place) -> bool:
 
 
 def _coordinates(rank: int, reports: Mapping[int, Report]) -> str:
-    """Its place in the mesh, from the groups that it shares with ranks that report."""
+    """Return the rank's mesh coordinates, derived from groups that it shares with reporting ranks."""
     places = {place for report in reports.values() for place in report.places if rank in place.ranks}
     found = {
         place.name: place.ranks.index(rank) for place in places if place.name and place.group not in WHOLE
@@ -195,7 +196,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _tell_rank(rank: int, reports: Mapping[int, Report], known: Mapping[int, str]) -> str:
     coordinates, report = _coordinates(rank, reports), reports.get(rank)
     said = f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
-    # A transfer says less than a collective.
+    # A transfer is less informative than a collective.
     waiting = sorted(_waiting_for(rank, reports), key=lambda other: (other.in_collective, other.seconds))
     if waiting:
         other = waiting[-1]
@@ -212,9 +213,9 @@ def _time(report: Report) -> str:
 
 
 def tell(reports: Mapping[int, Report], world_size: int, known: Mapping[int, str], *, more: Path) -> str:
-    """Report which ranks are at fault, and where the others waited.
+    """Describe which ranks are at fault, and where the others waited.
 
-    ``known`` describes ranks that do not report, such as "is stopped"; ``more`` is the folder of the traces.
+    ``known`` describes ranks without a report, such as "is stopped"; ``more`` is the folder of the traces.
     """
     culprits = at_fault(reports, world_size)
     lines = [_tell_rank(rank, reports, known) for rank in culprits[:TOLD]]

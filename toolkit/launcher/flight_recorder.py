@@ -1,8 +1,8 @@
-"""torch's flight recorder: the last collectives of each rank, and in which of them it waits.
+"""torch's flight recorder: the last collectives of each rank, and the one in which it waits.
 
-There are two of them: one of NCCL, whose watchdog itself writes a pickled file at a timeout (for torch's
-analyzer, ``torchfrtrace``), and one of all other backends, gloo's here. What this module writes is JSON
-of both, next to that file. Gloo's has no transfers between two ranks.
+There are two recorders. NCCL's watchdog writes a pickled file at a timeout, for torch's analyzer
+``torchfrtrace``. The other recorder covers all other backends, here gloo, without transfers between two
+ranks. This module writes both as JSON, next to NCCL's file.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from toolkit.launcher.fault_reports import Place
 
 
 def enable(entries: int, prefix: Path) -> None:
-    """Have each rank remember its last ``entries`` collectives; 0 turns the recorder off.
+    """Record each rank's last ``entries`` collectives; 0 turns the recorder off.
 
-    ``prefix`` and the rank name the file that NCCL's watchdog writes. Acts on process groups that are
-    formed afterwards.
+    NCCL's watchdog writes to a file named by ``prefix`` and the rank. Affects process groups created
+    afterwards.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = str(int(entries > 0))
     if entries:
-        if torch.cuda.is_available():  # the watchdog makes no folder
+        if torch.cuda.is_available():  # the watchdog does not create folders
             prefix.parent.mkdir(parents=True, exist_ok=True)
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(prefix)
 
 
 def _traces() -> dict[str, dict[str, Any]]:
-    """Traces of the recorders that there are and that remember anything."""
+    """Return the traces of the recorders that have entries."""
     traces = {name: recorded_collectives(name) for name in ("gloo", "nccl")}
     return {name: trace for name, trace in traces.items() if trace.get("entries")}
 
 
 def write(prefix: Path, rank: int) -> None:
-    """Write ``<prefix><rank>.json``, the collectives that this rank asked for, if any are remembered.
+    """Write this rank's recorded collectives to ``<prefix><rank>.json``, if there are any.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
     traces = _traces()
     if traces:
@@ -54,8 +54,8 @@ def write(prefix: Path, rank: int) -> None:
 
 
 def standing() -> tuple[tuple[Place, ...], Place | None, float]:
-    """The places of this rank in its groups of several ranks; among them that of the oldest collective that
-    is not done, or, when all are, of the newest; and how many seconds ago it was asked for."""
+    """Return this rank's places in its groups of several ranks, the place of its oldest unfinished collective
+    (or of the newest, if all are finished), and the seconds since that collective was enqueued."""
     entries = [
         entry | {"done": entry["state"] == "completed" or (name == "gloo" and entry["retired"])}
         for name, trace in _traces().items()
@@ -64,7 +64,7 @@ def standing() -> tuple[tuple[Place, ...], Place | None, float]:
     shown: dict[str, dict[str, Any]] = {}
     for entry in sorted(entries, key=_asked):
         group = entry["process_group"][0]
-        # One that is done tells that the earlier ones are.
+        # A finished collective implies that earlier ones are finished.
         if group not in shown or shown[group]["done"] or entry["done"]:
             shown[group] = entry
     groups = {group: (description, ranks) for group, description, ranks in _groups()}
@@ -83,7 +83,7 @@ def _asked(entry: dict[str, Any]) -> int:
 
 
 def _groups() -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, description and global ranks of this rank's groups."""
+    """Return name, description and global ranks of this rank's groups."""
     return [
         (group.group_name, group.group_desc, tuple(dist.get_process_group_ranks(group)))
         for group in process_groups()

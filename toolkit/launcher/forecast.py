@@ -1,4 +1,4 @@
-"""The forecast of a step on GPUs, made while the ranks start, and compared with what they measured."""
+"""Forecast a step on GPUs while the ranks start, and compare it with their measurements."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ def metrics_file(config: Config) -> Path:
 
 
 def measured(config: Config) -> list[str]:
-    """The lines of :func:`metrics_file`, none where it cannot be read."""
+    """Return the lines of :func:`metrics_file`; empty if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return metrics_file(config).read_text(encoding="utf-8").splitlines()
     return []
 
 
 class Forecast:
-    """A program that makes a forecast, reports it, and takes only what the ranks leave of the processor.
+    """A low-priority process that computes and reports a forecast.
 
-    It ends with this process. ``earlier`` is what was :func:`measured` before the ranks started."""
+    It ends with this process. ``earlier`` is the result of :func:`measured` before the ranks started."""
 
     def __init__(self, argv: Sequence[str], world_size: int, *, earlier: Sequence[str] = ()):
         self._earlier = frozenset(earlier)
         self._since = time.time()
         self._program: subprocess.Popen[bytes] | None = None
         command = [sys.executable, "-m", "toolkit.planner.fit", str(world_size), *argv]
-        with suppress(OSError):  # no more processes, or no memory for one: a run needs no forecast
+        with suppress(OSError):  # the process or memory limit is reached: a run does not need a forecast
             self._program = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def end(self, config: Config) -> None:
-        """Stop what still runs, and compare the forecast with what rank 0 measured, where both are known."""
+        """Stop the process if it still runs, and compare the forecast with rank 0's measurements if both
+        exist."""
         if self._program:
             self._program.kill()
             self._program.wait()
@@ -57,8 +58,8 @@ class Forecast:
 
 
 def _compare(config: Config, since: float, earlier: frozenset[str]) -> None:
-    """Compare what was written ``since`` that time, and is none of the lines of an ``earlier`` start: what is
-    older is of another run in the folder, or of another part of this one."""
+    """Compare the forecast with lines written after ``since`` that are not in ``earlier``. Older lines belong
+    to another run in the folder, or to an earlier start of this run."""
     file = forecast_file(config)
     try:
         if min(file.stat().st_mtime, metrics_file(config).stat().st_mtime) < since:

@@ -1,4 +1,4 @@
-"""Lines of JSON between the launchers of several nodes, and the network interface that they go through."""
+"""Messages between the launchers of several nodes, as lines of JSON, and the network interface they use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-LONGEST = 1 << 20  # bytes of a line; a configuration has some ten thousand
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-_MAPPED = "::ffff:"  # an address of IPv4 in a socket of IPv6
+LONGEST = 1 << 20  # maximum bytes per line; a configuration has about ten thousand
+_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
+_MAPPED = "::ffff:"  # prefix of an IPv4 address in an IPv6 socket
 
 Message = dict[str, Any]
-"""Has a ``kind``."""
+"""A message; it has a ``kind``."""
 
 
 class Link:
-    """A connection to another launcher, of which nothing is heard for ``timeout`` seconds when it is gone.
+    """A connection to another launcher, which counts as lost after ``timeout`` seconds of silence.
 
-    A thread sends, so that a node whose link is bad keeps nobody waiting.
+    A separate thread sends, so that a slow link to one node does not delay the caller.
     """
 
     def __init__(self, connection: socket.socket, timeout: float):
@@ -36,14 +36,14 @@ class Link:
         self._writer.start()
 
     def _write(self) -> None:
-        with suppress(OSError):  # the other one has gone: reading tells that
+        with suppress(OSError):  # the other side is gone; reading will detect it
             while line := self._outgoing.get():
                 self._socket.sendall(line)
             self._socket.shutdown(socket.SHUT_WR)
 
     @property
     def own_address(self) -> str:
-        """The address of this machine at which the other one has it."""
+        """This machine's address, as seen by the other side."""
         return _address(self._socket.getsockname())
 
     @property
@@ -54,7 +54,7 @@ class Link:
         self._socket.settimeout(seconds)
 
     def send(self, kind: str, **values: object) -> None:
-        """Send a message, at once or as soon as those before it have gone."""
+        """Queue a message; it is sent after the earlier ones."""
         self._outgoing.put(json.dumps({"kind": kind, **values}).encode() + b"\n")
 
     def receive(self) -> Message:
@@ -78,7 +78,7 @@ class Link:
         return message
 
     def finish(self, seconds: float = 0.0) -> None:
-        """Send nothing more, and wait up to ``seconds`` until what has been sent is on its way."""
+        """Stop accepting messages, and wait up to ``seconds`` for the queued ones to be sent."""
         self._outgoing.put(b"")
         self._writer.join(timeout=seconds)
 
@@ -94,8 +94,8 @@ def _address(name: tuple[Any, ...]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface of this machine that has ``address``; empty where none is found, as for
-    further addresses of an interface, or not on Linux."""
+    """Return the name of the network interface with ``address``; empty if none is found, for example if it is
+    a secondary address, or on a system other than Linux."""
     with suppress(OSError):
         if ":" in address:
             packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()

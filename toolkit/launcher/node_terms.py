@@ -1,4 +1,4 @@
-"""The terms of a run of several nodes: how many, how long they are waited for, how often all start again."""
+"""Terms of a multi-node run: number of nodes, waiting times, and number of restarts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from toolkit.launcher.supervisor import Launch
 
 @dataclass(frozen=True)
 class Terms:
-    """Conditions of a run of ``least`` to ``most`` nodes, with times in seconds.
+    """Conditions of a run of ``least`` to ``most`` nodes; times are in seconds.
 
-    A node must come within ``join_timeout``; where fewer than ``most`` are enough, the others have
-    ``last_call`` from then on. One that is silent for ``node_timeout`` is lost. After a failure all start
-    again, at most ``restarts`` times in a row without a new checkpoint. Ranks of a failed round have
-    ``ending`` to end.
+    A node must join within ``join_timeout``. If fewer than ``most`` nodes suffice, the others have
+    ``last_call`` from the time that enough have joined. A node that is silent for ``node_timeout`` is lost.
+    After a failure all nodes restart, at most ``restarts`` times in a row without a new checkpoint. Ranks of
+    a failed round have ``ending`` to exit.
     """
 
     least: int = 1
@@ -34,7 +34,7 @@ class Terms:
 
     @property
     def asked(self) -> str:
-        """NNODES, however it was written."""
+        """The value of NNODES in its normal form."""
         return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
 
@@ -42,7 +42,7 @@ def terms_from(environ: Mapping[str, str], launch: Launch) -> Terms:
     """Read NNODES, MAX_RESTARTS, JOIN_TIMEOUT, LAST_CALL_TIMEOUT and NODE_TIMEOUT.
 
     Raises:
-        ConfigError: a value is not such a number.
+            ConfigError: a value is not a valid number.
     """
     least, _ = node_range(environ)
     restarts = 3 if least < launch.nodes else 0

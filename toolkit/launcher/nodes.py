@@ -1,5 +1,5 @@
-"""One node of several: joins the rendezvous of node 0, starts its ranks on request and reports how they
-ended. `toolkit.launcher.rendezvous` decides what follows."""
+"""One of several nodes: it joins the rendezvous of node 0, starts its ranks on request and reports how they
+ended. `toolkit.launcher.rendezvous` decides what happens next."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 RETRY_SECONDS = 0.5
 LEAVING_SECONDS = 3.0
 COMMITTING_SECONDS = 2.0
-"""A save that all ranks have written is given so long to be committed when a node is lost."""
+"""When a node is lost, time to commit a save that all ranks have written."""
 
 
 def versions() -> dict[str, object]:
-    """Versions that must be the same on all nodes."""
+    """Return the versions that must be equal on all nodes."""
     code = hashlib.sha256()
     folder = Path(toolkit.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -56,11 +56,11 @@ def versions() -> dict[str, object]:
 
 @dataclass
 class NodeWatch(Watch):
-    """Watches the ranks of this node, and hears what becomes of the others."""
+    """Watches the ranks of this node, and receives messages about the other nodes."""
 
     link: Link | None = None
-    asked: int = 0  # the first signal that somebody sent to this launcher
-    over: Message | None = None  # what node 0 ended the round with, or that it is lost
+    asked: int = 0  # the first signal sent to this launcher
+    over: Message | None = None  # the message with which node 0 ended the round, or the loss of node 0
 
     def _collect(self) -> None:
         known = self.failed
@@ -92,10 +92,9 @@ class NodeWatch(Watch):
 
 @dataclass
 class Member:
-    """This node in the run that ``launch`` describes, with ranks that ``command`` starts.
+    """This node's part in the run of ``launch``; ``command`` starts a rank.
 
-    ``prepare`` does what is to be done before the first round, once the configuration is known to be that of
-    all nodes.
+    ``prepare`` runs before the first round, once the configuration is known to be equal on all nodes.
     """
 
     command: Sequence[str]
@@ -109,14 +108,15 @@ class Member:
     def __post_init__(self) -> None:
         self.host = socket.gethostname()
         self.prepared = False
-        self._said: str | None = None  # of a failure here
-        self._shown = ""  # of it, by this launcher and not by the rank itself
+        self._said: str | None = None  # description of a failure on this node
+        self._shown = ""  # its part that this launcher, not the rank itself, has printed
 
     def take_part(self, address: str, port: int) -> int:
-        """Join the rendezvous at ``address``, again after each round that may restart; return the exit code.
+        """Join the rendezvous at ``address``, and rejoin if node 0 is lost and restarts are allowed; return
+        the exit code.
 
         Raises:
-            ToolkitError: preparing failed.
+            ToolkitError: ``prepare`` failed.
         """
         self.address, self.port = address, port
         while True:
@@ -134,10 +134,10 @@ class Member:
             if not self.terms.restarts:
                 return EXIT_ERROR
 
-    # Coming
+    # Joining
 
     def _connect(self) -> Link | int:
-        """Reach node 0, or the exit code where that cannot be."""
+        """Connect to node 0; return the exit code if that fails."""
         start = told = time.monotonic()
         patience = self.terms.join_timeout
         while True:
@@ -164,8 +164,8 @@ class Member:
                 return self._left(None, signum)
 
     def _reach(self) -> socket.socket:
-        """Node 0, which has itself where others have it, so that a second node 0 meets the first one; a name
-        of several machines may lead to none before all are up."""
+        """Open a connection to node 0. Node 0 itself first tries the public address, so that a second node 0
+        finds the first one, then localhost: the address may not resolve before all machines are up."""
         try:
             return socket.create_connection((self.address, self.port), timeout=5)
         except OSError:
@@ -192,7 +192,7 @@ class Member:
             self.arrived.put({"kind": "lost", "why": str(error), "link": link})
 
     def _signal(self, seconds: float) -> int | None:
-        """A signal that asks to stop, if one comes within ``seconds``."""
+        """Return a signal that requests a stop, if one arrives within ``seconds``."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             with suppress(Empty):
@@ -201,10 +201,10 @@ class Member:
                     return event
         return None
 
-    # Being there
+    # Participating
 
     def _attend(self, link: Link) -> tuple[int | None, str]:
-        """The exit code; without one, node 0 is lost, and why."""
+        """Take part in rounds; return the exit code, or None and the reason if node 0 is lost."""
         if not self.prepared:
             try:
                 with stop_at_once():
@@ -216,7 +216,7 @@ class Member:
                 return self._left(link, Signals[stopped.name]), ""
             self.prepared = True
         link.send("ready")
-        ended, held = False, 0  # a signal that came when the ranks here had ended, and others perhaps save
+        ended, held = False, 0  # held: a signal after the ranks here ended, while others may still save
         while True:
             event = self.arrived.get()
             if isinstance(event, int):
@@ -255,7 +255,8 @@ class Member:
         return EXIT_REQUEUE
 
     def _round(self, link: Link, message: Message) -> Message | None:
-        """Run the ranks of a round and tell how they ended; what node 0 ended it with, or that it is lost."""
+        """Run the ranks of a round and report how they ended; return the message with which node 0 ended the
+        round, or the loss of node 0, if any."""
         launch = replace(
             self.launch, nodes=message["nodes"], node_rank=message["place"], master_port=message["port"]
         )
@@ -283,7 +284,7 @@ class Member:
 
 
 def stay_away(node_rank: int, address: str, port: int, error: ToolkitError) -> None:
-    """Report ``error`` of this node to node 0 at ``address``, if it can be reached at once."""
+    """Report ``error`` of this node to node 0 at ``address``, if node 0 is reachable within a few seconds."""
     end = time.monotonic() + LEAVING_SECONDS
     while time.monotonic() < end:
         try:
@@ -310,11 +311,11 @@ def supervise_nodes(
     saved_step: Callable[[], int],
     hung: Callable[[int, Mapping[int, str]], str],
 ) -> int:
-    """Run ``command`` once a rank of this node, as node 0 tells all nodes to; returns the exit code.
+    """Run ``command`` once per rank of this node, as directed by node 0; return the exit code.
 
     Raises:
-        ConfigError: node 0 cannot listen at its port.
-        ToolkitError: preparing failed.
+        ConfigError: node 0 cannot listen on its port.
+        ToolkitError: ``prepare`` failed.
     """
     asked = {"NNODES": terms.asked, "NGPU": launch.processes}
     facts = {**versions(), **asked, **config}

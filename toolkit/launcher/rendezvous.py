@@ -1,12 +1,12 @@
-"""The rendezvous of several nodes on node 0: membership, start of rounds, and the reaction to failures.
+"""The rendezvous of several nodes on node 0: membership, start of rounds, and reaction to failures.
 
-Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, its own among them, say
-there who they are, prepare, and are asked to start a round: one set of ranks, from their start to their end.
-A round ends when its ranks do, when one of them fails, or when a node is lost: its launcher has ended, or
-has not been heard for a time. Then every node ends its ranks, reports how they ended, and is asked to exit
-with a code that is the same everywhere, or to join the next round.
+Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, including its own, connect,
+identify themselves and prepare. They are then asked to start a round: one set of ranks, from start to end.
+A round ends when its ranks end, when a rank fails, or when a node is lost because its launcher ended or was
+silent too long. Then every node ends its ranks and reports how they ended. It is asked either to exit, with a
+code that is the same everywhere, or to join the next round.
 
-A thread of node 0's launcher does this; it reads all connections from one queue, so nothing here is locked.
+A thread of node 0's launcher does this. It reads all connections from one queue, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from toolkit.launcher.supervisor import bound, exit_code, say
 SHOWN = 8
 TELL_EVERY = 30.0  # seconds
 LOAD_BYTES = 1 << 18
-"""Sent to a node, and back, now and then. A short message says little of a link: it waits behind no more than
-the kernel lets each connection keep in a queue."""
+"""Size of the load sent to a node and back from time to time. A short message does not reveal a slow link,
+because the kernel limits how much it queues ahead per connection."""
 SLOW_SECONDS = 1.0
-"""Time of the load there and back at 4 Mbit/s; where it takes longer twice in a row, something is wrong."""
+"""Round-trip time of the load at 4 Mbit/s; two longer round trips in a row are reported."""
 FAREWELL_SECONDS = 5.0
-FINAL = (EXIT_CONFIG, EXIT_DATA)  # codes of a mistake that another start would repeat
+FINAL = (EXIT_CONFIG, EXIT_DATA)  # codes of mistakes that a restart would repeat
 
 
 @dataclass
 class Node:
-    """A launcher that has come. ``place`` is its node rank in the round, and ``outcome`` how its ranks
-    ended, with ``own`` the one that failed by itself."""
+    """A launcher that has joined. ``place`` in messages is its node rank in the round; ``outcome`` describes
+    how its ranks ended, and its ``own`` the rank that failed on its own."""
 
     number: int
     host: str
@@ -58,33 +58,34 @@ class Node:
 
 
 Fits = Callable[[int], "Sequence[str] | None"]
-"""Gives the flags of the mesh that the ranks of so many nodes take, None where no mesh is allowed."""
+"""Function from a number of nodes to the flags of the ranks' mesh; None if no mesh is allowed."""
 
 
 @dataclass
 class Rendezvous:
-    """Called with node 0's own ``facts``, from which no other node may differ."""
+    """The rendezvous on node 0. All nodes must have the same ``facts``."""
 
     terms: Terms
     facts: Mapping[str, object]
     fits: Fits
     saved_step: Callable[[], int]
     hung: Callable[[int, Mapping[int, str]], str]
-    """Says who is at fault when none failed by itself, by the round's nodes and what is known of ranks."""
+    """Function that describes who is at fault if no rank failed on its own, given the number of nodes in the
+    round and what is known about ranks."""
     nodes: dict[int, Node] = field(default_factory=dict)
     events: SimpleQueue[tuple[Link, Message]] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
-        self._awaited = True  # node 0 has not come
-        self._given_up = False  # and will not
-        self._said: dict[str, object] = {}  # to all, once the run is over
+        self._awaited = True  # node 0 has not joined yet
+        self._given_up = False  # node 0 will not join
+        self._said: dict[str, object] = {}  # final message to all, once the run is over
         self._strangers: list[Link] = []
-        self._phase = "gathering"  # then running, ending, and over
+        self._phase = "gathering"  # then "running", "ending" and "over"
         self._began = self._told = time.monotonic()
         self._enough_since: float | None = None
         self._end_by = math.inf
         self._round = 0
-        self._size = 0  # nodes of the round
+        self._size = 0  # number of nodes in the round
         self._lost: list[str] = []
         self._paused = False
         self._failures, self._newest = 0, -1
@@ -95,10 +96,10 @@ class Rendezvous:
     # Connections
 
     def listen(self, port: int) -> int:
-        """Begin, at ``port`` or a free one for 0; returns which.
+        """Start to listen on ``port``, or on a free port for 0; return the port.
 
         Raises:
-            OSError: it cannot be had.
+            OSError: the port is not available.
         """
         listener = bound(port)
         listener.listen(128)
@@ -108,7 +109,7 @@ class Rendezvous:
         return int(listener.getsockname()[1])
 
     def close(self) -> None:
-        """Wait until all have read what they were sent last, or end at once where node 0 never came."""
+        """Wait until all nodes have read their last messages; end immediately if node 0 never joined."""
         self._given_up = self._awaited
         self.thread.join(timeout=2 * FAREWELL_SECONDS)
 
@@ -127,7 +128,7 @@ class Rendezvous:
 
     def _run(self, listener: socket.socket) -> None:
         try:
-            # Node 0 may be the last to hear that all is over.
+            # Node 0 may be the last to learn that the run is over.
             while not self._given_up and (self._phase != "over" or self._awaited):
                 self._ping()
                 with suppress(Empty):
@@ -144,7 +145,7 @@ class Rendezvous:
                 link.close()
 
     def _part(self) -> None:
-        """Let all read what they were sent last."""
+        """Let all nodes read their last messages."""
         waiting = [node.link for node in self.nodes.values()] + self._strangers
         for link in waiting:
             link.finish()
@@ -172,7 +173,7 @@ class Rendezvous:
     def _of(self, link: Link) -> Node | None:
         return next((node for node in self.nodes.values() if node.link is link), None)
 
-    # What nodes say
+    # Messages from nodes
 
     def _take(self, link: Link, message: Message) -> None:
         node, kind = self._of(link), message["kind"]
@@ -182,7 +183,7 @@ class Rendezvous:
                     self._hello(link, message)
                 elif kind == "leave":
                     self._gone(Node(int(message["node"]), str(message["host"]), link), message)
-                else:  # a stranger, or one that was turned away
+                else:  # a node that has not joined, or was rejected
                     link.close()
             elif kind in ("lost", "leave"):
                 self._gone(node, message)
@@ -204,7 +205,7 @@ class Rendezvous:
         number, host, facts = int(message["node"]), str(message["host"]), dict(message["facts"])
         node = Node(number, host, link)
         old = self.nodes.get(number)
-        if old and old.host == host:  # it came back before it was missed
+        if old and old.host == host:  # it rejoined before its loss was noticed
             self._gone(old, {"kind": "lost", "why": "another launcher has come from there"})
             old = None
         self._awaited = self._awaited and number != 0
@@ -249,7 +250,7 @@ class Rendezvous:
                 return
         else:
             why = f"it is lost: {message['why']}"
-        if self._phase == "over":  # it has been told so
+        if self._phase == "over":  # the node has been told to exit
             return
         say(f"{node}: {why}")
         if node.playing and node.outcome is None:
@@ -257,7 +258,7 @@ class Rendezvous:
             self._end_round(grace=False)
 
     def _time(self, node: Node, seconds: float) -> None:
-        """Report a node whose link is slow, at intervals."""
+        """Report a node with a slow link, at intervals."""
         node.slow = node.slow + 1 if seconds > SLOW_SECONDS else 0
         now = time.monotonic()
         if node.slow >= 2 and now > node.told_slow + 2 * TELL_EVERY:
@@ -265,7 +266,7 @@ class Rendezvous:
             rate = 2 * 8 * LOAD_BYTES / seconds / 1e6
             say(f"{node} is slow: {rate:.1f} Mbit/s through its link, or the machine has no time to answer")
 
-    # What follows
+    # Decisions
 
     def _consider(self) -> None:
         if self._phase == "gathering":
@@ -282,7 +283,7 @@ class Rendezvous:
                 self._grow()
 
     def _most_that_fit(self, count: int) -> int:
-        """Return how many of ``count`` nodes can train, 0 if too few."""
+        """Return how many of ``count`` nodes can train; 0 if they are too few."""
         sizes = range(count, self.terms.least - 1, -1)
         return next((size for size in sizes if self.fits(size) is not None), 0)
 
@@ -322,7 +323,7 @@ class Rendezvous:
         flags = self.fits(len(numbers))
         if self._store:
             self._store.close()
-        self._store = bound(0)  # bound and not listening, it is kept for rank 0's store
+        self._store = bound(0)  # bound but not listening: it reserves the port for rank 0's store
         chosen = [self.nodes[number] for number in numbers]
         if self.terms.most > 1:
             begin = "starting" if self._round == 1 else f"start {self._round}:"
@@ -342,7 +343,7 @@ class Rendezvous:
             )
 
     def _grow(self) -> None:
-        """Have the ranks save and stop when nodes wait that they can share the work with."""
+        """Make the ranks save and stop if waiting nodes can join."""
         waiting = [node for node in self.nodes.values() if node.ready and not node.playing]
         if waiting and self._most_that_fit(self._size + len(waiting)) > self._size:
             self._paused = True
@@ -351,7 +352,7 @@ class Rendezvous:
             self._send([node for node in self.nodes.values() if node.playing], "pause", text=text)
 
     def _end_round(self, *, grace: bool) -> None:
-        """Have all end their ranks, with ``grace`` after they have had the time to say where they are."""
+        """Make all nodes end their ranks; with ``grace``, ranks first have time to report where they are."""
         if self._phase not in ("running", "ending"):
             return
         if self._phase == "running":
@@ -360,7 +361,7 @@ class Rendezvous:
         self._send([node for node in self.nodes.values() if node.playing], "stop", grace=grace)
 
     def _decide(self) -> None:
-        """Exit after all ranks have ended, or continue in another round."""
+        """Exit, or start another round, after all ranks have ended."""
         playing = [node for node in self.nodes.values() if node.playing]
         ended = {node.number: node.outcome for node in playing if node.outcome}
         by_cause = sorted(ended.values(), key=lambda outcome: outcome["own"] is None)
@@ -369,7 +370,7 @@ class Rendezvous:
         signalled = {number: str(outcome["signal"]) for number, outcome in ended.items() if outcome["signal"]}
         alone = not self._lost and not any(outcome["own"] for outcome in ended.values())
         if alone and EXIT_REQUEUE in codes and (signalled or self._paused):
-            code = EXIT_REQUEUE  # the others lost a rank that the signal ended before its first step
+            code = EXIT_REQUEUE  # the others lost a rank that the signal killed before its first step
         if code == EXIT_FINISHED or code in FINAL:
             self._exit(code, self._cause(ended, code) if code else "")
             return
@@ -377,7 +378,7 @@ class Rendezvous:
             self._stopped(playing, signalled)
             return
         cause = self._cause(ended, code)
-        if signalled:  # who stopped it did not ask for another start
+        if signalled:  # a signal requests a stop, not a restart
             self._exit(code, cause)
             return
         newest = self.saved_step()
@@ -392,7 +393,7 @@ class Rendezvous:
         self._again(playing, f"{cause}\nall start again from the newest checkpoint, step {max(newest, 0)}")
 
     def _stopped(self, playing: Sequence[Node], signalled: Mapping[int, str]) -> None:
-        """After a save, let nodes that received a signal leave, and others continue if that is allowed."""
+        """After a save, let nodes that received a signal leave; the others continue if the terms allow it."""
         staying = [node for node in playing if node.number not in signalled]
         if self._paused or (signalled and self.terms.elastic):
             left = len(self.nodes) - len(signalled)
@@ -406,7 +407,7 @@ class Rendezvous:
         self._exit(EXIT_REQUEUE, "")
 
     def _cause(self, ended: Mapping[int, Message], code: int) -> str:
-        """The words for what ended the round."""
+        """Describe what ended the round."""
         own = [outcome for outcome in ended.values() if outcome["own"]]
         named = [outcome for outcome in own if outcome["code"] == code and code in FINAL]
         if self._lost and not named:
@@ -433,7 +434,7 @@ class Rendezvous:
 
 
 def _apart(theirs: Mapping[str, Any], ours: Mapping[str, object]) -> list[str]:
-    """Lines about what differs, with both values."""
+    """Return a line per difference, with both values."""
     names = [name for name in [*ours, *(theirs.keys() - ours.keys())] if theirs.get(name) != ours.get(name)]
     lines = [f"{name}: {quote(theirs.get(name))} there, {quote(ours.get(name))} here" for name in names]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []

@@ -1,4 +1,4 @@
-"""Requests to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and a run's wall time. Imports no torch."""
+"""Requests to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and the run's time limit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from toolkit.launcher.time_limit import Deadline
 
 INSISTING_SECONDS = 2.0
-"""A SIGINT so long after the first signal is of a person who does not want to wait, not of a scheduler."""
+"""Seconds after the first signal from which a SIGINT means that a user, not a scheduler, insists on
+ending."""
 
 
 def asking() -> tuple[signal.Signals, ...]:
-    """The signals that ask to stop; a hang-up is none under nohup."""
+    """Return the signals that request a stop; SIGHUP is not one under nohup."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """A signal asked to stop where nothing is to be saved."""
+    """Raised when a signal requests a stop while there is nothing to save."""
 
     def __init__(self, signum: int):
         self.name = signal.Signals(signum).name
@@ -31,7 +32,7 @@ class Stopped(BaseException):
 
 @contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Raise :class:`Stopped` at the first signal that asks to stop; the next ones change nothing."""
+    """Raise :class:`Stopped` on the first signal that requests a stop, and ignore later ones."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for number in before:
@@ -49,11 +50,11 @@ def stop_at_once() -> Iterator[None]:
 
 
 class StopRequest:
-    """Notes the first signal, or that ``deadline`` is near, and lets the step in progress end.
+    """Records the first signal, or that ``deadline`` is near; the step in progress continues.
 
-    A rank may be signalled alone, so this is only this rank's wish: the ranks agree on it inside a step
-    (see `toolkit.train_step`). Schedulers and launchers send a signal several times, so repeats are
-    ignored, except a SIGINT some seconds later: it comes from a user who does not want to wait.
+    A signal may reach a single rank, so this is only this rank's request: the ranks agree on it inside a step
+    (see `toolkit.train_step`). Schedulers and launchers send a signal several times, so repeats are ignored,
+    except a SIGINT some seconds later: it comes from a user who does not want to wait.
     """
 
     def __init__(self, deadline: Deadline) -> None:
@@ -68,7 +69,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Return the cause of the stop, as far as this rank knows."""
+        """Return the reason for the stop, as far as this rank knows it."""
         if self.signal:
             return self.signal.name
         return "its time limit" if self.deadline.near() else "a signal to another rank"
@@ -80,8 +81,8 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def release(self) -> None:
-        """Give the signals back to whoever handled them before; while a run that was asked to stop ends,
-        those of a scheduler that repeats itself still change nothing."""
+        """Restore the previous signal handlers. If the run was asked to stop, repeated scheduler signals
+        remain ignored while it ends."""
         ending = self.asked
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if ending and number != signal.SIGINT else handler)

@@ -1,4 +1,4 @@
-"""The supervision of the ranks of a launch on one machine, from their start to an exit code."""
+"""Supervise the ranks of a single-machine launch, from start to exit code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.launcher.supervisor import Launch, Watch, code_of, run_ranks, signa
 
 
 def supervise(command: Sequence[str], launch: Launch, reports: Path | None = None) -> int:
-    """Run ``command`` once a rank of this node and return the code that describes how they ended.
+    """Run ``command`` once per rank of this node and return the exit code that describes how they ended.
 
-    Ranks that lose their peers leave reports whose names begin with ``reports``.
+    Ranks that lose their peers write reports whose paths begin with ``reports``.
 
-    SIGTERM, SIGINT, SIGUSR1 or SIGHUP is passed on once, and the ranks get ``launch.shutdown_timeout``
-    seconds; a SIGINT that comes ``launch.insist_after`` seconds later ends them at once. Ranks that end of
-    the signal, as they do while they start up, have lost nothing: that too is 75. No rank outlives this call
-    or, on Linux, this process.
+    SIGTERM, SIGINT, SIGUSR1 or SIGHUP is forwarded once, and the ranks get ``launch.shutdown_timeout``
+    seconds; a SIGINT that arrives ``launch.insist_after`` seconds later ends them at once. Ranks that the
+    signal ends, which happens during startup, have lost nothing: the exit code is 75 too. No rank outlives
+    this call or, on Linux, this process.
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
     watch = Watch(launch, [])

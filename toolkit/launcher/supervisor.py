@@ -1,6 +1,6 @@
-"""Run one process a rank, pass signals on, and end with the code that the ranks ended with.
+"""Run one process per rank, forward signals, and return the ranks' exit code.
 
-Needs no torch: ranks meet at MASTER_ADDR:MASTER_PORT, as with torchrun's static rendezvous.
+Needs no torch: ranks rendezvous at MASTER_ADDR:MASTER_PORT, as with torchrun's static rendezvous.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Launch:
-    """Ranks to start on this node, and the address where all ranks meet. Times are in seconds.
+    """Ranks to start on this node, and the rendezvous address of all ranks. Times are in seconds.
 
-    ``shown`` are the global ranks whose output reaches the terminal. After a signal the ranks have
-    ``shutdown_timeout`` to save and end, unless a SIGINT comes ``insist_after`` later. Once a rank has
-    failed, its peers have ``peer_grace`` to end by themselves before they are asked where they are, and
-    ``kill_grace`` to answer and end before SIGKILL.
+    The output of the global ranks in ``shown`` reaches the terminal. After a signal the ranks have
+    ``shutdown_timeout`` to save and exit, unless a SIGINT arrives ``insist_after`` later. Once a rank has
+    failed, its peers have ``peer_grace`` to exit by themselves before they are asked where they are, and
+    ``kill_grace`` to answer and exit before SIGKILL.
     """
 
     processes: int
     nodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0: a free port, for a single node
+    master_port: int = 0  # 0 chooses a free port, on a single node
     shown: frozenset[int] = frozenset({0})
     shutdown_timeout: float = 600.0
     insist_after: float = INSISTING_SECONDS
     peer_grace: float = 5.0
     kill_grace: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Joins that of this process for the ranks."""
+    """Variables added to this process's environment for the ranks."""
 
     @property
     def world_size(self) -> int:
@@ -69,11 +69,11 @@ class Worker:
     pump: threading.Thread | None = None
 
 
-# --- starting the ranks
+# --- starting ranks
 
 
 def bound(port: int) -> socket.socket:
-    """A socket at ``port`` of all addresses, 0 for a free one, which does not listen."""
+    """Return a socket bound to ``port`` on all addresses (0: a free port), not listening."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     holder = socket.socket(family)
     try:
@@ -89,10 +89,10 @@ def bound(port: int) -> socket.socket:
 
 @contextmanager
 def _reserved_port(launch: Launch) -> Iterator[int]:
-    """The port at which rank 0 will listen, free on this machine until it does.
+    """Reserve a port on this machine until rank 0 listens on it.
 
-    A bound socket that does not listen keeps the port from everyone but a listener that sets
-    SO_REUSEADDR, as torch's TCPStore does: two runs that start together never choose the same one.
+    A bound socket that does not listen keeps the port from everyone except a listener that sets SO_REUSEADDR,
+    as torch's TCPStore does. So two runs that start at the same time never choose the same port.
     """
     if launch.master_port:
         yield launch.master_port
@@ -111,14 +111,14 @@ def _environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
         "GROUP_RANK": str(launch.node_rank),
         "MASTER_ADDR": launch.master_addr,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # within a torchrun no rank would listen there
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # inside a torchrun, no rank would listen on this port
         SUPERVISED: "1",
     }
     return environment
 
 
 def _first_of_rank() -> Callable[[], None]:
-    """Give a new rank a process group of its own, and have it end with a launcher that is killed."""
+    """Return a function that gives a new rank its own process group and ends it if the launcher is killed."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -126,7 +126,7 @@ def _first_of_rank() -> Callable[[], None]:
         os.setpgid(0, 0)
         if libc is not None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it ended before we asked
+            if os.getppid() != parent:  # the launcher ended before prctl took effect
                 os._exit(EXIT_ERROR)
 
     return first
@@ -141,10 +141,10 @@ def _forward_lines(worker: Worker) -> None:
 
 
 def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> list[Worker]:
-    """Start the ranks of this node, each in a process group of its own.
+    """Start the ranks of this node, each in its own process group.
 
-    So Ctrl-C reaches them once, through the launcher. A single shown rank owns the terminal (a progress
-    bar needs one); several share it line by line; the others write to a file in ``logs``.
+    Ctrl-C therefore reaches them once, through the launcher. A single shown rank owns the terminal (a
+    progress bar needs one); several share it line by line; the others write to a file in ``logs``.
     """
     first = _first_of_rank()
 
@@ -155,7 +155,7 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
-            preexec_fn=first,  # safe beside other threads: it takes no lock
+            preexec_fn=first,  # safe with other threads: it takes no lock
         )
 
     workers: list[Worker] = []
@@ -174,15 +174,15 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
     return workers
 
 
-# --- watching them
+# --- watching ranks
 
 
 @contextmanager
 def signals() -> Iterator[SimpleQueue[Any]]:
-    """Signals that arrive, in order; SIGCHLD among them, so that waiting ends when a rank does.
+    """Yield a queue of arriving signals, in order, including SIGCHLD, so that a rank's end interrupts a wait.
 
-    They come by a socket: one that the system hands to another thread does not wake the main one, which alone
-    runs handlers.
+    They arrive through a socket: a signal delivered to another thread does not wake the main thread, the only
+    one that runs handlers.
     """
     arrived: SimpleQueue[Any] = SimpleQueue()
     reader, writer = socket.socketpair()
@@ -209,22 +209,22 @@ def signals() -> Iterator[SimpleQueue[Any]]:
 
 
 def say(message: str) -> None:
-    """One line of the launcher itself, on stderr."""
+    """Print one line of the launcher itself to stderr."""
     print(f"launch: {printable(message)}", file=sys.stderr, flush=True)
 
 
 @dataclass
 class Watch:
-    """Waits for the ranks, and decides what they are sent and when."""
+    """Waits for the ranks, and decides which signals they get and when."""
 
     launch: Launch
     running: list[Worker]
     ended: list[Worker] = field(default_factory=list)  # in the order in which they ended
-    stopped_by: int = 0  # the signal that has been passed on
+    stopped_by: int = 0  # the signal that was forwarded
     stopped_at: float = 0.0
     failed: bool = False
-    ended_by_us: dict[int, str] = field(default_factory=dict)  # ranks, and what is known of them
-    plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (when, what), soonest first
+    ended_by_us: dict[int, str] = field(default_factory=dict)  # by rank: what is known about it
+    plan: list[tuple[float, signal.Signals]] = field(default_factory=list)  # (time, signal), soonest first
 
     def run(self, arrived: SimpleQueue[Any]) -> None:
         while True:
@@ -250,7 +250,7 @@ class Watch:
         if signum == signal.SIGCHLD:
             return
         if self.stopped_by:
-            # A scheduler may repeat itself, or send SIGUSR1, then SIGTERM: only a person insists.
+            # A scheduler may repeat a signal, or send SIGUSR1, then SIGTERM; only a user sends a late SIGINT.
             if signum == signal.SIGINT and time.monotonic() > self.stopped_at + self.launch.insist_after:
                 self._end_peers(signal.SIGKILL)
             return
@@ -262,7 +262,7 @@ class Watch:
         )
         ask = time.monotonic() + patience
         kill = ask + self.launch.kill_grace
-        # Of several ranks the one that the others wait for is to be named; a single one does not listen.
+        # With several ranks, the one that the others wait for must be named; a single rank does not answer.
         question = [(ask, QUESTION)] if self.launch.world_size > 1 else []
         self.plan = self.plan or [*question, (kill if question else ask, signal.SIGKILL)]
         for worker in self.running:
@@ -270,12 +270,12 @@ class Watch:
 
     @property
     def stopped_early(self) -> bool:
-        """The stop signal itself ended a rank, which had not come so far as to save when it gets one."""
+        """Return whether the stop signal itself ended a rank, which was not yet ready to save on a signal."""
         failed = [worker for worker in self.ended if worker.process.returncode not in ENDED_WELL]
         return bool(self.stopped_by and failed) and failed[0].process.returncode == -self.stopped_by
 
     def _end_peers(self, what: signal.Signals) -> None:
-        """Send ``what`` to the ranks that still run; a stopped one would not see a question."""
+        """Send ``what`` to the ranks that still run; a rank stopped by SIGSTOP would not answer."""
         stopped = [worker for worker in self.running if _is_stopped(worker.process.pid)]
         asked = [worker for worker in self.running if worker not in stopped] if what == QUESTION else []
         if asked:
@@ -302,9 +302,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """The launch's code for the ranks' ``codes``, given in the order in which they ended.
+    """Return the launch's exit code for the ranks' ``codes``, in the order in which they ended.
 
-    A rank that names the user's mistake (2, 3) outranks peers that merely lost it; otherwise the first
+    A rank that reports a user's mistake (2, 3) outranks peers that merely lost it; otherwise the first
     failure counts, a signal as 1; then 75; then 0.
     """
     failures = [code for code in codes if code not in ENDED_WELL]
@@ -315,7 +315,7 @@ def exit_code(codes: Sequence[int]) -> int:
 
 
 def code_of(watch: Watch) -> int:
-    """The launch's code for ranks that have ended."""
+    """Return the launch's exit code after the ranks have ended."""
     if watch.stopped_early:
         return EXIT_REQUEUE
     return exit_code([worker.process.returncode for worker in watch.ended])
@@ -328,9 +328,9 @@ def run_ranks(
     logs: Path,
     arrived: SimpleQueue[Any],
 ) -> None:
-    """Run ``command`` once a rank that ``watch`` shall watch, until all have ended.
+    """Run ``command`` once per rank under ``watch``, until all ranks have ended.
 
-    Ranks that lose their peers leave reports whose names begin with ``reports``; those that are not shown
+    Ranks that lose their peers write reports whose paths begin with ``reports``; ranks that are not shown
     write to files in ``logs``.
     """
     if reports:
@@ -344,7 +344,7 @@ def run_ranks(
         watch.run(arrived)
     for worker in workers:
         if worker.process.returncode not in ENDED_WELL:
-            with suppress(ProcessLookupError, PermissionError):  # what it had started itself
+            with suppress(ProcessLookupError, PermissionError):  # processes that the rank had started
                 os.killpg(worker.process.pid, signal.SIGKILL)
         if worker.pump:
             worker.pump.join(timeout=5)

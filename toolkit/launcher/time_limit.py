@@ -1,4 +1,4 @@
-"""The wall time of a run: what the user allows, and when the scheduler will end the job. Imports no torch."""
+"""The time limit of a run: the user's setting, and the end of the scheduler's job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, from Slurm 22.05
+SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, since Slurm 22.05
 RESERVE = 60.0
-"""Seconds in which a run must be able to save and end, before any step has shown what it needs."""
+"""Seconds that a run needs to save and exit, assumed before any step has been measured."""
 
 
 class Deadline:
-    """The earlier of ``minutes`` after now and the end of a Slurm job; without either, never.
+    """The earlier of ``minutes`` from now and the end of the Slurm job; never, without either.
 
-    ``clock`` never goes backwards, as the ``time_of_day`` that Slurm speaks of may.
+    ``clock`` is monotonic; ``time_of_day``, in which Slurm gives its end time, may not be.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Deadline:
         self._longest = 0.0
 
     def begin(self) -> None:
-        """Begin the first lap: what a run does before, once, is none."""
+        """Begin the first lap, which excludes the run's one-time setup."""
         self._last = self._clock()
 
     def lap(self) -> None:
-        """Note the end of a step with all that followed it, saving and validation too."""
+        """Record the end of a step, including saving and validation after it."""
         now = self._clock()
         self._last, self._longest = now, max(self._longest, now - self._last)
 

@@ -1,4 +1,4 @@
-"""Print one line per logged step, with a progress bar on a terminal. Imports no torch."""
+"""Print one line per logged step, and a progress bar on a terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _duration(seconds: float) -> str:
 
 
 class Console:
-    """Prints lines above a progress bar with the remaining time; without a terminal, prints that time
-    once."""
+    """Prints lines above a progress bar with the remaining time; without a terminal, prints the remaining
+    time once."""
 
     def __init__(self, total_steps: int, *, resume_step: int = 0, color: bool = True):
         terminal = sys.stdout.isatty()

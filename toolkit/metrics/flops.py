@@ -1,9 +1,8 @@
-"""Model FLOPs per token and peak FLOP/s of devices, for MFU, which ``speed.py`` computes. Imports no
-torch.
+"""Model FLOPs per token and peak FLOP/s of devices, from which ``speed.py`` computes MFU. Imports no torch.
 
 As in PaLM and torchtitan: 6 per parameter outside the embedding table, plus 12 · layers · heads · head dim ·
-sequence length for full attention, masked or not. A sliding window shorter than the sequence replaces its
-length. Recomputation for activation checkpointing does not count.
+sequence length for full attention, masked or not. A sliding window shorter than the sequence replaces the
+sequence length. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from toolkit.models.parameters import head_parameters, table
 
 
 def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
-    """FLOPs per token of a training step: below :func:`flops_per_token` if only a part is trained."""
+    """Return the FLOPs per token of a training step: fewer than :func:`flops_per_token` if only a part is
+    trained."""
     if not finetune.chooses:
         return flops_per_token(args, seq_len=seq_len, causal=causal)
     from toolkit.metrics.flops_finetune import fine_tuning_flops
@@ -25,10 +25,10 @@ def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bo
 
 
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:
-    """FLOPs per token of forward and backward.
+    """Return the FLOPs per token of forward and backward.
 
-    ``causal`` counts only unmasked attention, half of it without a window, as some systems report. A tied
-    head counts like an untied one: its matmul is the same.
+    ``causal`` counts only unmasked attention (half of it, without a window), as some systems report it. A
+    tied head counts like an untied one, because its matmul is the same.
     """
     parameters = sum(table(args).block_sizes) + args.dim + head_parameters(args)
     seen = min(seq_len, args.sliding_window or seq_len)
@@ -67,14 +67,14 @@ _PEAK_TFLOPS = (
     ("RTX 4090", 165.2),
     ("RTX 5090", 209.5),
 )
-# Slower variants with the same name, and MIG slices.
+# Slower variants of the same name, and MIG slices.
 OTHERS = re.compile(r"\b(laptop|mobile|max-q|ti|d|super|mig)\b", re.IGNORECASE)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
-    """Peak FLOP/s of a device by its driver's name, or None if unknown.
+    """Return the peak FLOP/s of a device by the driver's name for it, or None if unknown.
 
-    Known for bfloat16 only: the peak of fp32 matmuls depends on whether TF32 is allowed.
+    It is known only for bfloat16: the peak of fp32 matmuls depends on whether TF32 is allowed.
     """
     if dtype != "bfloat16" or OTHERS.search(device_name):
         return None

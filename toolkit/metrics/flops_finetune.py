@@ -1,4 +1,4 @@
-"""Model FLOPs per token of a run that trains only part of its model, for MFU. Imports no torch."""
+"""Model FLOPs per token of a run that trains only part of the model, for MFU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from toolkit.models.parameters import head_parameters, table
 
 
 def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causal: bool = False) -> float:
-    """FLOPs per token of a step; equals :func:`~toolkit.metrics.flops.flops_per_token` if all is trained.
+    """Return the FLOPs per token of a step; equals :func:`~toolkit.metrics.flops.flops_per_token` if all is
+    trained.
 
-    Per parameter: 2 forward, 2 for the gradient of its input if that requires one, and 2 for its own gradient
-    if it is trained. Adapter parameters do not count. DPO adds the forward of its reference model.
+    Per parameter: 2 in forward, 2 for the gradient of its module's input if the input requires one, and 2 for
+    its own gradient if it is trained. Adapter parameters do not count. DPO adds the forward of its reference
+    model.
     """
     rows, trained = table(args), trained_names(all_shapes(args, options), args, options)
     modules = {name.rpartition(".")[0] for name in trained}
@@ -23,10 +25,11 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     square -= square * seen // (2 * seq_len) if causal else 0
     forward = sum(rows.block_sizes) * 2 + args.n_layers * square + 2 * (args.dim + head)
 
-    backward, flows = 0, EMBEDDING in trained  # whether the input of the next block requires a gradient
+    backward, flows = 0, EMBEDDING in trained  # flows: the input of the next block requires a gradient
     for layer, block in enumerate(rows.blocks):
         prefix = f"layers.{layer}."
-        # Prompts join the keys. This overestimates the first block with one, which attends to it separately.
+        # Prompts join the keys. This overestimates the first block with prompts, which attends to them
+        # separately.
         adapted = any(name.startswith(f"layers.{layer}{IN_ATTENTION}") for name in trained)
         output = f"{prefix}attention.wo"
         needed = _input_gradients(block, prefix, modules | ({output} if adapted else set()), before=flows)
@@ -47,7 +50,7 @@ def _input_gradients(
     block: list[ParameterRow], prefix: str, trained: set[str], *, before: bool
 ) -> dict[str, bool]:
     """Map each module of a block to whether its input requires a gradient: ``before`` for the block's own
-    input, else if a module in ``trained`` precedes it."""
+    input, otherwise whether a module in ``trained`` precedes it."""
     reads = {row.module: row.reads for row in block}
 
     def input_requires_grad(module: str) -> bool:

@@ -50,7 +50,7 @@ def set_aside(path: Path) -> None:
 
 
 def rank_files(folder: Path) -> dict[int, Path]:
-    """Files of ranks other than 0 in ``folder`` by rank, without those of a previous run."""
+    """Return the files of ranks other than 0 in ``folder`` by rank, without those of a previous run."""
     matches = {
         path: re.fullmatch(r"metrics\.rank-(\d+)\.jsonl", path.name)
         for path in folder.glob("metrics.rank-*.jsonl")
@@ -59,7 +59,7 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
 
 def first_loss(path: Path) -> float | None:
-    """Return the first training loss in a file of records, None where it cannot be read or has none."""
+    """Return the first training loss in a file of records; None if the file is unreadable or has none."""
     with suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
         return next((loss for line in file if (loss := json.loads(line).get("loss")) is not None), None)
     return None
@@ -70,7 +70,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _drop_after(path: Path, last: int) -> None:
-    """Keep the complete lines up to step ``last``, replacing the file atomically."""
+    """Keep only the complete lines up to step ``last``, replacing the file atomically."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and _step(line) <= last]
     if len(kept) < len(lines):
@@ -80,7 +80,7 @@ def _drop_after(path: Path, last: int) -> None:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity for a damaged one."""
+    """Return the step of a line; infinity if the line is damaged."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):

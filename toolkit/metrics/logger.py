@@ -26,18 +26,18 @@ _CONSOLE_LOST = "console_lost"
 class MetricLogger:
     """Logs the metrics of a run into ``folder``.
 
-    Rank 0 prints and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. Other ranks write nothing, or with
+    Rank 0 prints, and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. Other ranks write nothing, or with
     ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/``. ``resume_step`` is
     the step of the loaded checkpoint, 0 for a new run; later records in the files are dropped. A new run
-    renames old files of ranks that it does not write. ``config_text`` goes to TensorBoard and ``config`` to
-    the trackers of ``enable_wandb`` and ``report_to``.
+    renames old files of ranks for which it writes none. ``config_text`` is written to TensorBoard, and
+    ``config`` is sent to the trackers of ``enable_wandb`` and ``report_to``.
 
-    A file that cannot be written never stops the run and is reported once; a lost console is reported as
+    A file that cannot be written never stops the run and is reported once. A lost console is reported as
     "console_lost" in the next record of ``metrics.jsonl``.
 
     Attributes:
-        resume_step: as given.
-        first_loss: the first training loss of a resumed run, if rank 0's file has it.
+            resume_step: the argument.
+            first_loss: the first training loss of a resumed run, if rank 0's file contains it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MetricLogger:
             return None
 
     def _console_lost(self) -> dict[str, str]:
-        """The field of the next record that reports a lost console, once."""
+        """Return the field that reports a lost console in the next record, once."""
         reason = standard_streams.lost() if self._console is not None else ""
         if not reason or _CONSOLE_LOST in self._reported:
             return {}

@@ -1,4 +1,4 @@
-"""Measure the memory of this process: on its CUDA device, else resident on the host."""
+"""Measure this process's memory: on its CUDA device, or resident on the host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GIB = 2**30
 
 
 def memory_usage(device: torch.device) -> dict[str, float]:
-    """Memory in GiB under the keys of ``metrics.jsonl``.
+    """Return the memory in GiB under the keys of ``metrics.jsonl``.
 
     On CUDA, ``memory_gib`` and ``memory_reserved_gib`` are the peaks of allocated and reserved memory since
-    the last call; ``memory_retries`` and ``memory_ooms`` count the allocator's cache flushes and failures
-    since the start. On CPU, ``memory_gib`` is resident memory now and ``memory_peak_gib`` its peak since the
-    start.
+    the previous call; ``memory_retries`` and ``memory_ooms`` count the allocator's cache flushes and failures
+    since the start. On CPU, ``memory_gib`` is the current resident memory, and ``memory_peak_gib`` its peak
+    since the start.
     """
     if device.type != "cuda":
         now, peak = resident_bytes()
@@ -33,7 +33,7 @@ def memory_usage(device: torch.device) -> dict[str, float]:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Current and peak resident memory in bytes."""
+    """Return the current and the peak resident memory in bytes."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:  # not Linux: only the peak is available

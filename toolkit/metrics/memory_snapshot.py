@@ -1,4 +1,4 @@
-"""Write snapshots of the CUDA allocator's history, periodically and when memory runs out."""
+"""Write snapshots of the CUDA allocator's history, periodically and on out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from toolkit.compat import memory_snapshot, record_memory_history
 
 _ENTRIES = 100_000
-"""Allocations and frees in a snapshot, as in torchtitan: at most a few hundred MB."""
+"""Maximum number of allocations and frees in a snapshot, as in torchtitan: at most a few hundred MB."""
 
 
 class MemorySnapshots:
-    """Writes each rank's allocations with their stacks, every ``freq`` steps and when memory runs out.
+    """Writes each rank's allocations with their stacks, every ``freq`` steps and on out-of-memory errors.
 
     View the files, ``<folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``, at
-    https://pytorch.org/memory_viz. When memory runs out the folder is ``iteration_<step>_exit``, with the
-    last completed step. CUDA only: torch records no such history on the CPU.
+    https://pytorch.org/memory_viz. On an out-of-memory error the folder is ``iteration_<step>_exit``, with
+    the last completed step. CUDA only: torch does not record such a history on the CPU.
     """
 
     def __init__(self, folder: Path, *, freq: int, rank: int):

@@ -1,4 +1,4 @@
-"""Advise the user of a run that ran out of memory."""
+"""Advice for the user of a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _SAVINGS = (
 def out_of_memory_advice(
     device: torch.device, step: int, error: BaseException, *, snapshots: Path | None = None
 ) -> str:
-    """Return the message for an out-of-memory ``error`` in ``step`` (0: before the first).
+    """Return the message for an out-of-memory ``error`` in ``step`` (0: before the first step).
 
-    ``snapshots`` is the folder of memory snapshots if they are enabled.
+    ``snapshots`` is the folder of memory snapshots, if they are enabled.
     """
     requested = re.search(r"allocate ([\d.]+ \w+)", str(error))
     lines = [

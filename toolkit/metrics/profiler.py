@@ -1,4 +1,4 @@
-"""Write torch.profiler traces at intervals and report how the traced step spent its time."""
+"""Write torch.profiler traces at intervals and report how the time of a traced step is spent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from toolkit.metrics.trace_analysis import split_steps
 
 
 class StepProfiler:
-    """Traces ``profiler_active`` steps up to every ``profile_freq``-th one, after ``profiler_warmup`` steps.
+    """Traces the last ``profiler_active`` steps of every ``profile_freq`` steps, after ``profiler_warmup``
+    steps.
 
     Each rank writes ``<folder>/iteration_<step>/rank<rank>_trace.json`` (for chrome://tracing or
-    ui.perfetto.dev); rank 0 also reports how the step spent its time. An incomplete trace at the end of the
+    ui.perfetto.dev); rank 0 also reports how the step time is spent. An incomplete trace at the end of the
     run is dropped. Steps count from ``first_step``, and again after a rollback, so that a resumed run traces
     the same steps.
     """
@@ -38,7 +39,7 @@ class StepProfiler:
     ):
         self._folder, self._rank, self._device, self._say = folder, rank, device, say
         self._step, self._next = 0, first_step
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints its own line for each trace
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints a line for each trace
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         active, warmup = options.profiler_active, options.profiler_warmup
         self._cycle = schedule(wait=options.profile_freq - active - warmup, warmup=warmup, active=active)
@@ -61,7 +62,7 @@ class StepProfiler:
 
     def after_step(self, step: int) -> None:
         if self._device.type == "cuda" and self._profile.current_action.name != "NONE":
-            # kernels that still run belong to this step, not to the next
+            # kernels still running belong to this step, not to the next
             torch.cuda.synchronize(self._device)
         if step == self._next:
             self._step = step

@@ -18,14 +18,14 @@ from toolkit.step_hooks import StepHook, StepResult
 
 
 def snapshot_folder(options: Profiling, folder: Path) -> Path | None:
-    """Folder of the memory snapshots of a run in ``folder``, or None if they are disabled."""
+    """Return the folder of memory snapshots of a run in ``folder``, or None if they are disabled."""
     if not options.enable_memory_snapshot:
         return None
     return expand_user(options.save_memory_snapshot_folder, inside=folder)
 
 
 class ProfilingHook(StepHook):
-    """Runs the enabled tools and excludes their time from the step time with ``exclude``."""
+    """Runs the enabled tools and uses ``exclude`` to exclude their time from the step time."""
 
     def __init__(
         self,

@@ -17,10 +17,10 @@ PREFIX = "llama_toolkit_"
 
 
 class PrometheusFile:
-    """Rewrites ``path`` with a gauge of the latest value of each key of ``metrics.jsonl``.
+    """Rewrites ``path`` with one gauge per key of ``metrics.jsonl``, which has the key's latest value.
 
     Gauges are labeled with ``run`` and ``rank``; ``llama_toolkit_time_seconds`` is the time of writing.
-    Non-finite values become NaN; values that are not logged anymore stay.
+    Non-finite values become NaN; values that are no longer logged stay.
     """
 
     def __init__(self, path: Path, *, run: str, rank: int):
@@ -43,7 +43,7 @@ class PrometheusFile:
             name = PREFIX + re.sub(r"\W", "_", key, flags=re.ASCII)
             number = repr(value) if math.isfinite(value) else "NaN"
             lines += [f"# TYPE {name} gauge", f"{name}{self._labels} {number}"]
-        # The collector reads every file that ends in .prom, even while it is written.
+        # The collector reads every file that ends in .prom, even while it is being written.
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         temporary.replace(self.path)

@@ -1,4 +1,4 @@
-"""Measure tokens per second, MFU and the time of a step."""
+"""Measure tokens per second, MFU and step time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from toolkit.models.common.args import ModelArgs
 class SpeedMeter:
     """Measures the steps between two readings.
 
-    Time under :meth:`exclude` (checkpoint, validation, compile) does not count as step time: it is reported
-    as ``<name>_seconds`` and does not lower tokens/s and MFU. ``mfu`` is None unless ``flops_per_step`` and
+    Time inside :meth:`exclude` (checkpoint, validation, compile) is not step time: it is reported as
+    ``<name>_seconds`` and does not lower tokens/s and MFU. ``mfu`` is None unless ``flops_per_step`` and
     ``peak_flops`` (of all devices together) are given. ``mark`` wraps each measured range with its name.
     """
 
@@ -43,7 +43,8 @@ class SpeedMeter:
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Measure waiting for data, which is part of the step and reported as ``data_seconds``."""
+        """Measure the time spent waiting for data, which is part of the step and reported as
+        ``data_seconds``."""
         started = self._clock()
         with self.mark("data"):
             yield
@@ -51,19 +52,19 @@ class SpeedMeter:
 
     @contextmanager
     def exclude(self, name: str) -> Iterator[None]:
-        """Exclude the body from the step time and report it as ``<name>_seconds``."""
+        """Exclude the time inside the context from the step time and report it as ``<name>_seconds``."""
         started = self._clock()
         with self.mark(name):
             yield
         self.add_excluded(name, self._clock() - started)
 
     def add_excluded(self, name: str, seconds: float) -> None:
-        """Exclude ``seconds`` that have passed from the step time."""
+        """Exclude ``seconds`` that have already passed from the step time."""
         if seconds:
             self._excluded[name] = self._excluded.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float | None]:
-        """Return the means over the steps since the last reading and start a new one.
+        """Return the means over the steps since the previous reading and start a new one.
 
         Keys: ``tokens_per_second`` (all ranks), ``step_seconds`` and ``data_seconds`` (per step), ``mfu`` (0
         to 1 or None) and ``<name>_seconds`` of excluded time.
@@ -100,8 +101,8 @@ def build_speed_meter(
     finetune: Finetune,
     mark: Callable[[str], AbstractContextManager[object]],
 ) -> SpeedMeter:
-    """Build the meter of a run whose steps have ``samples`` rows of ``seq_len`` tokens, padding included. MFU
-    is None for a device without a known peak."""
+    """Build the meter of a run whose steps have ``samples`` rows of ``seq_len`` tokens, including padding.
+    MFU is None if the device's peak is unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = options.peak_tflops
     per_device = peak * 1e12 if peak else peak_flops(name, str(dtype).removeprefix("torch."))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class StartupTimer:
-    """Times named phases and prints a line as each ends, if ``enabled``.
+    """Times named phases and, if ``enabled``, prints a line when each ends.
 
     ::
 
@@ -27,7 +27,7 @@ class StartupTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body. A phase that raises is not reported. Phases do not nest."""
+        """Time a phase, inside the context. A phase that raises is not reported. Phases do not nest."""
         started = time.perf_counter()
         yield
         self._report(name, time.perf_counter() - started)
@@ -38,7 +38,8 @@ class StartupTimer:
 
 
 def process_seconds() -> float | None:
-    """Seconds since this process started, including interpreter startup and imports; None outside Linux."""
+    """Return the seconds since this process started, including interpreter startup and imports; None outside
+    Linux."""
     try:
         # the command, field 2, may contain spaces and brackets: count from its end
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Summarize a finished run: its results and where they are. Imports no torch."""
+"""Summarize a finished run: its results and their locations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AVERAGED = 10
 
 
 def last_values(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """The last ten logged values of ``key``, or the last quarter of a short run."""
+    """Return the last ten logged values of ``key``, or the last quarter of a short run."""
     values = [record[key] for record in history if record.get(key) is not None]
     return values[-min(AVERAGED, max(1, len(values) // 4)) :]
 
@@ -30,7 +30,7 @@ def summary(
 ) -> str:
     """Return one line per result of the logged ``history``.
 
-    A run that ``resumed`` from a step began with ``first_loss``, which its history does not have.
+    A run that ``resumed`` from a step began with ``first_loss``, which its history does not contain.
     ``trained`` describes the trained part of the model in a fine-tuning run, for which peak memory is
     reported too. The perplexity is included if the loss is a mean ``of_tokens``. Skipped batches do not
     count.
@@ -66,7 +66,7 @@ def summary(
 
 
 def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
-    """Format the initial, final and lowest of ``losses`` by step."""
+    """Format the initial, final and lowest of ``losses``, which are by step."""
     final = [*losses.values()][-1]
     if 0 not in losses:
         return f"{final:.3f}"
@@ -78,5 +78,6 @@ def _change(losses: Mapping[int, float], of_tokens: bool) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Perplexity of a mean loss in nats per token; infinity above 700, close to the overflow of fp64."""
+    """Return the perplexity of a mean loss in nats per token; infinity above 700, close to the overflow of
+    fp64."""
     return math.exp(loss) if loss < 700 else math.inf

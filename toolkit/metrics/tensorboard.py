@@ -1,4 +1,4 @@
-"""Write TensorBoard scalars and the configuration, in one folder for a run and its resumptions."""
+"""Write TensorBoard scalars and the configuration into one folder for a run and its resumptions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _silence_writer_thread() -> None:
 
 
 def tag(key: str) -> str:
-    """TensorBoard tag of a key of ``metrics.jsonl``: train/, validation/, base_corpus/, speed/ or memory/."""
+    """Return the TensorBoard tag of a ``metrics.jsonl`` key: train/, validation/, base_corpus/, speed/ or
+    memory/."""
     if key in _SPEED or key.endswith("_seconds"):
         return "speed/" + key
     for group in ("validation", "base_corpus", "memory"):

@@ -1,12 +1,12 @@
 """Split the time of a profiled step by part, from a torch.profiler trace. Imports no torch.
 
-Every instant of a step belongs to one part, so the parts add up to its wall time. On CUDA this is the part of
-the running kernel, found from the operator that launched it; without kernels it is that of the innermost
+Every instant of a step belongs to one part, so the parts add up to its wall time. On CUDA it is the part of
+the running kernel, found from the operator that launched it; without kernels, the part of the innermost
 operator on the training thread. Communication counts only while no computation runs; its total is reported
 separately. The rest is waiting for data, or host time.
 
-The matmul of the output head counts as `linear`: `loss` is log-softmax, the choice of the label's entry and
-their backward. Communication includes packing and waiting for slower ranks.
+The matmul of the output head counts as `linear`; `loss` is log-softmax, the selection of the label's entry,
+and their backward. Communication includes packing and waiting for slower ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPUTATION = ("linear", "attention", "loss", "optimizer", "other")
 COMMUNICATION, DATA, HOST = "communication", "data", "host"
 PARTS = (*COMPUTATION, COMMUNICATION, DATA, HOST)
 EXCLUDED = "excluded"
-"""Time that does not count as step time: validation, checkpoints."""
+"""Parts that do not count as step time: validation, checkpoints."""
 
 _STEP = "ProfilerStep#"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -55,7 +55,7 @@ _KERNEL_NAMES = (
     ("optimizer", re.compile(r"fused_?adam", re.IGNORECASE)),
     ("linear", re.compile(r"gemm|nvjet|cutlass|xmma|cijk|triton_tem_fused.*mm", re.IGNORECASE)),
 )
-# Everything that runs inside one of these belongs to it, matmuls included.
+# Everything that runs inside one of these belongs to it, including matmuls.
 _ENCLOSING = frozenset({EXCLUDED, DATA, "optimizer", "loss", "attention"})
 # Autograd nodes: with activation checkpointing, a block's whole forward may run inside one.
 _NODE = re.compile(r"^autograd::engine::|Backward\d*$|^torch::autograd::")
@@ -68,7 +68,7 @@ class StepSplit:
     Attributes:
         parts: time of each part; ``wall`` is their sum.
         communication: all communication; ``overlapped`` ran during computation.
-        unnamed: True if CPU kernels fused by a compiler ran, whose operators the trace does not name.
+            unnamed: True if CPU kernels fused by a compiler ran; the trace does not name their operators.
     """
 
     parts: dict[str, float]
@@ -116,7 +116,7 @@ Range = tuple[float, float, str]
 
 
 def _thread_ranges(events: list[Event], *, main: int, kernels: bool) -> tuple[list[Range], dict[int, str]]:
-    """Return the ranges of work of the threads, disjoint within each thread, and the part of each operator by
+    """Return the work ranges of the threads, disjoint within each thread, and the part of each operator by
     external id. With ``kernels``, the CPU counts only while the device waits for it."""
     threads: dict[tuple[Any, int], list[Event]] = {}
     for event in events:
@@ -136,9 +136,9 @@ def _thread_ranges(events: list[Event], *, main: int, kernels: bool) -> tuple[li
 
 
 def _innermost(events: list[Event], operators: dict[int, str]) -> list[Range]:
-    """Split a thread's nested events into the ranges in which each is the innermost."""
+    """Split a thread's nested events into ranges, each belonging to the innermost event."""
     ranges: list[Range] = []
-    stack: list[tuple[float, str, str]] = []  # (end, its own part, part of what it encloses)
+    stack: list[tuple[float, str, str]] = []  # (end, own part, part of nested events)
     now = 0.0
 
     def advance(to: float) -> None:
@@ -163,14 +163,14 @@ def _innermost(events: list[Event], operators: dict[int, str]) -> list[Range]:
 
 
 def _operator_part(event: Event, parent: str) -> tuple[str, str]:
-    """Return the part of an operator's own time, and that of what it encloses without a known name."""
+    """Return the part of an operator's own time, and the part of nested events without a known name."""
     name = event["name"]
     if _NODE.search(name) or name.startswith(_STEP):
         return (parent if parent in (EXCLUDED, DATA) else HOST), (parent if parent == EXCLUDED else "")
     part = parent if parent in _ENCLOSING else _match(_OPERATORS, name) or parent
     if event["cat"] == "cpu_op" or part in (EXCLUDED, DATA, "optimizer") or name.startswith("gloo:"):
         return part or "other", part
-    # A named range is Python code, except that of a compiled graph, which stands for its kernels.
+    # A named range is Python code, except for a compiled graph, which represents its kernels.
     return ("other" if "Compiled" in name else HOST), part
 
 
@@ -185,7 +185,7 @@ def _match(rules: Iterable[tuple[str, re.Pattern[str]]], name: str) -> str:
 
 
 def _external_id(event: Event) -> int:
-    """The id that a kernel shares with the operator that launched it; 0 if there is none."""
+    """Return the id that a kernel shares with the operator that launched it; 0 if there is none."""
     return event.get("args", {}).get("External id", 0)
 
 

@@ -1,6 +1,6 @@
 """Send metrics, under TensorBoard's tags, and the config to Weights & Biases, Comet, MLflow and trackio.
 
-Server, project and keys come from each service's own environment variables.
+Each service's own environment variables define server, project and keys.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from toolkit.metrics.tensorboard import tag
 
 PROJECT = "llama-toolkit"
-"""Default name of the project."""
+"""Default project name."""
 
 
 class Tracker(ABC):
     """Sends the metrics of a run to a service.
 
-    A resumed run continues the same run of the service, whose ID is in a file of the run folder; it sends
-    some steps again, with equal values. A failure is reported once through ``say`` and stops this tracker,
-    not the training. If every rank logs, each has its own run, with a name that ends in ``rank``.
+    A resumed run continues the service's run, whose ID is in a file in the run folder; some steps are sent
+    again, with equal values. A failure is reported once through ``say`` and stops this tracker, not the
+    training. If every rank logs, each has its own run, whose name ends in ``rank``.
 
     Attributes:
         title: name of the service in messages.
-        id_file: name of the file with the ID.
+        id_file: name of the file that contains the ID.
         project: name of the project.
     """
 
@@ -56,7 +56,8 @@ class Tracker(ABC):
         self._attempt(begin)
 
     def name(self, chosen: str | None) -> str:
-        """Return the name of the run: the ``chosen`` one or the folder's, and the rank if each has a run."""
+        """Return the name of the run: ``chosen`` or the folder's name, with the rank appended if each rank
+        has a run."""
         base = chosen or self.folder.absolute().name
         return base if self.rank is None else f"{base}-rank-{self.rank}"
 
@@ -73,7 +74,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, config: Mapping[str, Any], run_id: str | None) -> str:
-        """Set ``run`` to a new run, or to that of ``run_id``, and return its ID."""
+        """Set ``run`` to a new run, or to the run ``run_id``, and return its ID."""
 
     @abstractmethod
     def send(self, scalars: Mapping[str, float], step: int) -> None:
@@ -154,7 +155,7 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self.run = MlflowClient()  # and not the global run, which threads of a program may share
+        self.run = MlflowClient()  # not the global run, which threads of a program may share
         if run_id:
             self.run.update_run(run_id, status="RUNNING")
             self._id = run_id
@@ -180,7 +181,7 @@ class MLflow(Tracker):
 
 
 _MLFLOW_TEXT, _MLFLOW_BATCH = 500, 100
-"""Characters of a parameter and parameters of a request, at most."""
+"""Maximum number of characters per parameter, and of parameters per request."""
 
 
 class Trackio(Tracker):

@@ -1,8 +1,9 @@
-"""Resolution of a configuration to model args: a preset, or a config.json. Imports no torch.
+"""Resolve a configuration to model args, from a preset or a config.json. Imports no torch.
 
-``model.name`` and ``model.flavor`` select a preset. If neither is set, the architecture is that of the
-Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``), else of the config.json in
-``model.hf_assets_path`` if there is one, else llama3 debugmodel. The keys ``model.*`` override either.
+``model.name`` and ``model.flavor`` select a preset. If neither is set, the architecture comes from the
+Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``), else from the config.json in
+``model.hf_assets_path`` if there is one, else from the preset llama3 debugmodel. ``model.*`` keys override
+any of them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _NAME, _FLAVOR = "llama3", "debugmodel"
 
 
 def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
-    """Return the model args; a debug model has the vocabulary size ``tokenizer_vocab``.
+    """Return the model args; a debug model gets the vocabulary size ``tokenizer_vocab``.
 
     Raises:
-        ConfigError: the preset does not exist, or values of ``model.*`` contradict one another.
-        DataError: the config.json is of an unknown model.
+        ConfigError: the preset does not exist, or values of ``model.*`` are inconsistent.
+        DataError: the config.json describes an unknown model.
     """
     model = config.model
     asked = model.overrides()
-    # Of sizes that contradict one another, the one that the user set most directly is blamed.
+    # Among inconsistent sizes, blame the one that the user set most directly.
     closest = sorted(reversed(asked), key=lambda name: config.depth(f"model.{name}"))
     overrides = {name: asked[name] for name in closest}
     folder = config_folder(config)
@@ -62,11 +63,11 @@ def model_label(config: Config) -> str:
 
 
 def architecture_key(config: Config) -> str:
-    """Return the key that selects the model: that of a folder with a config.json, or model.flavor."""
+    """Return the key that selects the model: the key of a folder with a config.json, or model.flavor."""
     model, options = config.model, config.checkpoint
     if model.name is not None or model.flavor is not None:
         return "model.flavor"
-    # A folder that only rank 0 can read does not give the other nodes their model.
+    # If only rank 0 can read the folder, the other nodes cannot take the model from it.
     if options.initial_load_in_hf and options.initial_load_path and not options.initial_load_broadcast:
         return "checkpoint.initial_load_path"
     wanted = options.initial_load_in_hf and not options.initial_load_path
@@ -75,7 +76,7 @@ def architecture_key(config: Config) -> str:
 
 
 def attention_name(config: Config, device: str) -> str:
-    """Return the name of the attention backend of a run on a device type."""
+    """Return the name of the run's attention backend on a device type."""
     return choose_attention(
         config.model.attention,
         config.model.flavor or "",
@@ -87,7 +88,7 @@ def attention_name(config: Config, device: str) -> str:
 
 
 def config_folder(config: Config) -> Path | None:
-    """Return the folder whose config.json is the architecture; None for a preset."""
+    """Return the folder whose config.json defines the architecture; None for a preset."""
     key = architecture_key(config)
     if key == "model.flavor":
         return None
@@ -97,7 +98,7 @@ def config_folder(config: Config) -> Path | None:
 
 
 def weights_folder(config: Config) -> Path | None:
-    """Return the Hugging Face folder whose weights a new run loads; None if it loads none."""
+    """Return the Hugging Face folder from which a new run loads weights, or None."""
     options = config.checkpoint
     if not options.enable or not options.initial_load_in_hf:
         return None

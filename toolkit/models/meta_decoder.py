@@ -1,4 +1,4 @@
-"""Construction of a model on the meta device, to be sharded before it gets storage."""
+"""Build a model on the meta device, to be sharded before it is allocated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from toolkit.models.registry import spec
 
 
 def meta_decoder(args: ModelArgs, **options: Any) -> Decoder:
-    """Build the model of ``args`` on the meta device; ``options`` are those of
+    """Build the model of ``args`` on the meta device; ``options`` are passed to
     :class:`~toolkit.models.common.decoder.Decoder`.
 
     Raises:
-        ConfigError: the parameters or buffers of the family's decoder differ from the rows of its table.
+        ConfigError: parameters or buffers of the family's decoder do not match its parameter table.
     """
     decoder = spec(args.family).decoder() or Decoder
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Folders of model weights, and reading model args from them. Imports no torch."""
+"""Find folders of model weights, and read model args from them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.models.common.spec import CONFIG
 from toolkit.models.registry import families, spec
 
 EXPORTS = "hf"
-"""Folder in the run's folder with its Hugging Face exports, one per step."""
+"""Folder, inside the run's folder, of its Hugging Face exports, one per step."""
 _MAX_CONFIG = 1_000_000  # bytes; a config.json usually has about a thousand
 
 
@@ -25,7 +25,7 @@ def read_hf_config(folder: Path) -> ModelArgs:
     """Read the model args from config.json in ``folder``.
 
     Raises:
-        DataError: the file is missing, or of an unknown model; every invalid field is reported.
+            DataError: the file is missing, or describes an unknown model; every invalid field is reported.
     """
     path = folder / CONFIG
     values = read_object(path, at_most=_MAX_CONFIG)
@@ -42,24 +42,24 @@ def read_hf_config(folder: Path) -> ModelArgs:
 
 
 def read_meta_params(folder: Path, *, vocab_size: int) -> ModelArgs:
-    """Read the model args from params.json in ``folder``. The file does not contain the family, which is the
-    first one with this format.
+    """Read the model args from params.json in ``folder``. The file does not name its family, so the first
+    family with a Meta format is assumed.
 
-    ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer.
+    ``vocab_size`` is the embedding's, for a file that leaves it to the tokenizer.
 
     Raises:
-        DataError: the file is missing, or of another model; every invalid field is reported.
+        DataError: the file is missing, or describes another model; every invalid field is reported.
     """
     params = next(params for family in families() if (params := spec(family).meta_params()) is not None)
     return params.read_args(folder, vocab_size=vocab_size)
 
 
 def hugging_face_folder(path: str) -> Path:
-    """Return the Hugging Face folder at ``path``; for a checkpoint, its run's export of the same step, if
-    any.
+    """Return the Hugging Face folder at ``path``. If ``path`` is a checkpoint, return its run's export of the
+    same step, if any.
 
-    torchtitan's ``last_save_in_hf`` writes it instead of the checkpoint, so users pass the checkpoint's
-    path.
+    torchtitan's ``last_save_in_hf`` writes such a folder instead of the checkpoint, so users pass the
+    checkpoint's path.
     """
     folder = expand_user(path)
     try:
@@ -72,8 +72,8 @@ def hugging_face_folder(path: str) -> Path:
 
 
 def _run_folder(step: Path, saved: Mapping[str, Any]) -> Path:
-    """Return the run's folder, relative to the checkpoint ``step`` by the ``saved`` config, in case the run
-    was moved since."""
+    """Return the run's folder, derived from the checkpoint ``step`` and the ``saved`` config, in case the run
+    was moved."""
     inside = Path(saved.get("checkpoint.folder", "checkpoint"))
     if inside.is_absolute():
         return expand_user(saved["job.dump_folder"])

@@ -1,4 +1,4 @@
-"""Queries of the parameter table of a model (``common/parameter_table.py``). Imports no torch."""
+"""Queries of a model's parameter table (``common/parameter_table.py``). Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def parameter_count(args: ModelArgs) -> int:
 
 
 def head_parameters(args: ModelArgs) -> int:
-    """Return the number of parameters of the head, also of a tied one."""
+    """Return the number of parameters of the head, even if it is tied."""
     return sum(row.size for row in head_rows(args))
 
 
 def is_classifier_head(name: str, args: ModelArgs) -> bool:
-    """Return whether the parameter ``name`` belongs to a classification head, which language models lack."""
+    """Return whether the parameter ``name`` belongs to a classification head, which an LM does not have."""
     row = table(args).get(name)
     return args.classifier is not None and row is not None and row.part == "head"
 

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Folders next to this file. A config.json without model_type is of the first."""
+"""Folders next to this file. A config.json without model_type belongs to the first family."""
 
 
 def families() -> tuple[str, ...]:
-    """Return the names of the families; those that job.custom_import registered come last."""
+    """Return the names of the families; families registered by job.custom_import come last."""
     return (*FAMILIES, *registry("model.name"))
 
 
 def spec(family: str) -> ModelSpec:
-    """Return the family named ``family``.
+    """Return the :class:`ModelSpec` of ``family``.
 
     Raises:
         KeyError: there is no such family.
@@ -55,13 +55,13 @@ def chat_formats() -> dict[str, type[ChatFormat]]:
 
 
 def resolve(name: str, flavor: str, *, tokenizer_vocab: int | None = None, **overrides: Any) -> ModelArgs:
-    """Return the preset ``name``/``flavor`` with fields replaced as by :func:`override_args`.
+    """Return the preset ``name``/``flavor`` with fields replaced as in :func:`override_args`.
 
-    ``ffn_dim`` follows ``dim`` by the preset's rule. A debug model without ``vocab_size`` has
+    ``ffn_dim`` follows ``dim`` by the preset's rule. A debug model without ``vocab_size`` has a vocabulary of
     ``tokenizer_vocab`` entries.
 
     Raises:
-        ConfigError: unknown name or flavor, or values that contradict one another; all are reported at once.
+        ConfigError: the name or flavor is unknown, or values are inconsistent; all problems are reported.
     """
     named = (spec(family).sizes.get(name, {}) for family in families())
     preset = next((sizes[flavor] for sizes in named if flavor in sizes), None)

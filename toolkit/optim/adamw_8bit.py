@@ -1,14 +1,14 @@
 """AdamW with 8-bit moments: "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
 
-Each block of 256 elements of a row stores its largest magnitude in fp32, and for each element the nearest of
+Each block of 256 elements of a row stores its largest magnitude in fp32 and, for each element, the nearest of
 256 fractions of it, which are denser near 0: 2.03 bytes per parameter instead of 8. Updates are computed in
-at least fp32, after which the moments are quantized.
+at least fp32, then the moments are quantized.
 
-Blocks are aligned to the rows of the full matrix. Shards contain entire blocks, and codes and scales are
-sharded like the parameter, so any mesh computes the same and can resume from a checkpoint of any other.
-(torchao decides by the size of a shard which moments have 8 bits, so its checkpoints are tied to one mesh;
-bitsandbytes does not support DTensor.) Moments of vectors, small matrices and rows that are not multiples of
-256 have the parameter's dtype.
+Blocks are aligned to the rows of the full matrix. Shards contain whole blocks, and codes and scales are
+sharded like the parameter, so the results are the same on any mesh, and a checkpoint can be resumed on any
+other. (torchao decides by the size of a shard which moments have 8 bits, so its checkpoints are tied to one
+mesh; bitsandbytes does not support DTensor.) Moments of vectors, of small matrices, and of rows that are not
+multiples of 256 have the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from toolkit.optim.in_8bit import BLOCK, in_8bit
 from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
 _CHUNK = {"cuda": 1 << 24}
-"""Elements that are in fp32 at once; by default 1 << 16, which fit into the caches of a CPU."""
+"""Number of elements in fp32 at a time; the default 1 << 16 fits in a CPU's caches."""
 
 
 class AdamW8bit(Optimizer):
     """torch's AdamW with 8-bit state, for plain parameters and DTensors.
 
     Raises:
-        ValueError: a parameter is sharded within blocks.
+        ValueError: sharding splits a block of a parameter.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ def _scales(parameter: nn.Parameter) -> Tensor:
     shape = torch.Size((parameter.shape[0], parameter.shape[1] // BLOCK))
     meta = TensorMeta(shape, (shape[1], 1), dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    # from_local() would move offloaded and meta tensors to the device of the mesh.
+    # from_local() would move offloaded and meta tensors to the mesh's device.
     return DTensor(scales, spec, requires_grad=False)
 
 
@@ -135,8 +135,8 @@ _step = Fused("adamw_8bit", _step_rows, dynamic=True)
 
 @cached_tensors
 def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a scalar tensor: a compiled function would be recompiled for each Python number. It is filled on
-    the device, because a copy from the host would synchronize."""
+    """Return a scalar tensor, because a compiled function would be recompiled for each Python number. It is
+    filled on the device, because a copy from the host would synchronize."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -150,7 +150,7 @@ def _precise(x: Tensor) -> Tensor:
 
 
 def _dequantize(tensors: dict[str, Tensor], moment: str, maps: dict[str, Map]) -> Tensor:
-    """Return a moment in at least fp32, in new memory."""
+    """Return a moment in at least fp32, in newly allocated memory."""
     if moment in tensors:
         return _precise(tensors[moment]).clone()
     codes, scales = tensors[f"{moment}_codes"], tensors[f"{moment}_scales"]
@@ -159,7 +159,7 @@ def _dequantize(tensors: dict[str, Tensor], moment: str, maps: dict[str, Map]) -
 
 
 def _quantize(tensors: dict[str, Tensor], moment: str, x: Tensor, maps: dict[str, Map]) -> None:
-    """Store a moment, in its dtype or as the nearest fractions of the largest magnitude of each block."""
+    """Store a moment, either in its dtype or as the nearest fractions of each block's largest magnitude."""
     if moment in tensors:
         tensors[moment].copy_(x)
         return
@@ -178,12 +178,12 @@ Map = tuple[Tensor, Tensor, Tensor]
 
 @cached_tensors
 def _map(moment: str, dtype: torch.dtype, device: torch.device) -> Map:
-    """Return the sorted fractions of the 256 codes; the bounds from which the next code is nearer; and a
-    table from the upper 16 bits of an fp32 value to the code of the least such value, which is the value's
-    own or the one before it.
+    """Return three tensors: the sorted fractions of the 256 codes; the bounds from which the next code is
+    nearer; and a table from the upper 16 bits of an fp32 value to the code of the least value with these
+    bits, which is the value's own code or the one before it.
 
-    Each of seven powers of ten has evenly spaced fractions, twice as many as the one below, and half as many
-    if signed; 0 and 1 complete the 256.
+    Each of seven powers of ten has evenly spaced fractions, twice as many as the next lower one, and half as
+    many if signed; 0 and 1 complete the 256.
     """
     signed = moment == "exp_avg"
     fractions = [0.0, 1.0]

@@ -1,9 +1,9 @@
 """The global gradient norm and clipping, exact for parameters sharded over any mix of meshes.
 
 Every rank sums the squares of its local gradients in fp64, each divided by the number of ranks with the same
-values (the replicate dimensions of its DTensor); one all-reduce over the world then counts every element
+values (the replicate dimensions of its DTensor). One all-reduce over the world then counts every element
 once. Nothing synchronizes with the device. torch's ``clip_grad_norm_`` reduces per mesh and per tensor; this
-reduces one scalar, which depends on the layout only by fp64 rounding.
+function reduces one scalar, and the layout affects it only by fp64 rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from toolkit.hardware import is_simulated
 # As in torch.nn.utils.clip_grad_norm_.
 EPSILON = 1e-6
 _CHUNK = 1 << 17
-"""Elements that are in fp64 at once."""
+"""Number of elements in fp64 at a time."""
 
 
 def global_norm(
@@ -36,11 +36,11 @@ def global_norm(
     """Compute the 2-norm of all gradients of ``parameters`` over the ranks of ``group`` (default: all ranks).
 
     Parameters without a gradient are skipped. Returns an fp64 scalar on ``device``, the same on every rank.
-    Every rank of ``group`` must call it with its own parameters, and pass ``device`` if gradients are
+    Every rank of ``group`` must call this with its own parameters, and pass ``device`` if gradients are
     offloaded or a rank may have none.
 
     Raises:
-        ValueError: a gradient is Partial, or a plain tensor in a group of several ranks, so that it is
+        ValueError: a gradient is Partial; or it is a plain tensor in a group of several ranks, where it is
             unknown whether it is sharded or replicated.
     """
     distributed = _distributed(group)
@@ -57,15 +57,15 @@ def global_norm(
 
 
 def local_square(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient's squared 2-norm, an fp64 scalar; the parts of all ranks add up
-    to it."""
+    """Return this rank's contribution to a gradient's squared 2-norm, an fp64 scalar; the contributions of
+    all ranks add up to it."""
     return norms([local(gradient)])[0].square_() / _replicas(gradient, _distributed(None))
 
 
 def norm_over_ranks(
     square: Tensor, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the root of the sum over ranks of ``square``, an fp64 scalar, on ``device``."""
+    """Return the square root of the sum of ``square`` over ranks, an fp64 scalar, on ``device``."""
     # CUDA stages eight bytes of pageable memory before the call returns, without synchronizing.
     total = square.to(device, non_blocking=True) if device else square
     if _distributed(group):
@@ -77,8 +77,8 @@ def norm_over_ranks(
 def clip_(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
     """Scale the gradients in place so that their global norm, currently ``norm``, is at most ``max_norm``.
 
-    A ``max_norm`` that is infinite or not positive disables clipping (torchtitan would set every gradient to
-    zero at 0). ``norm`` is a number on the host, so that gradients that are small enough are not read.
+    A ``max_norm`` that is infinite or not positive disables clipping (in torchtitan, 0 would set every
+    gradient to zero). ``norm`` is a number on the host, so that gradients within the limit are not read.
     """
     if max_norm <= 0 or math.isinf(max_norm):
         return

@@ -1,4 +1,4 @@
-"""Selection of the parameters with 8-bit moments, independent of the mesh."""
+"""Selection of parameters with 8-bit moments, independent of the mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 BLOCK = 256
 """Elements of a row that share a scale."""
 _MIN_ELEMENTS = 4096
-"""Smaller matrices save too little memory; the same limit as in torchao and bitsandbytes."""
+"""Minimum size of a matrix: smaller ones save too little memory; same as in torchao and bitsandbytes."""
 
 
 def in_8bit(shape: Sequence[int]) -> bool:

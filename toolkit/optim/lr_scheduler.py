@@ -9,10 +9,10 @@ Linear warmup, a stable phase, then decay, with the values of torchtitan 0.2::
        warmup   stable   decay
 
 A decay ratio below 1 is WSD (warmup, stable, decay). "constant" stays at the peak. "step" multiplies by
-``gamma`` every ``step_size`` steps, as torch's StepLR does; steps are counted from the start of the run,
+``gamma`` every ``step_size`` steps, like torch's StepLR; steps are counted from the start of the run,
 including warmup. job.custom_import can register others.
 
-Hugging Face's schedules begin warmup at 0, so that the first update has no effect. This one, like
+Hugging Face's schedules begin warmup at 0, so the first update has no effect. This schedule, like
 torchtitan's, is one step ahead until warmup ends, and equal afterwards.
 """
 
@@ -26,7 +26,7 @@ from toolkit.config.training import LRScheduler
 from toolkit.errors import Problem
 
 _KEY = "lr_scheduler.decay_type"
-_MAX_CHECKS = 1000  # steps at which a registered schedule is checked
+_MAX_CHECKS = 1000  # maximum number of steps at which a registered schedule is checked
 DECAYS = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -40,11 +40,11 @@ def is_registered(options: LRScheduler) -> bool:
 
 
 def warmup_length(options: LRScheduler, total_steps: int) -> int:
-    """Return the number of warmup steps, at most ``total_steps``. ``warmup_ratio`` overrides ``warmup_steps``
-    and is rounded up, as in Hugging Face."""
+    """Return the number of warmup steps, at most ``total_steps``. ``warmup_ratio`` overrides
+    ``warmup_steps``; it is rounded up to whole steps, as in Hugging Face."""
     steps = options.warmup_steps
     if options.warmup_ratio is not None:
-        # 100 · 0.07 is 7.000000000000001 in binary, but means 7.
+        # In floating point, 100 · 0.07 is 7.000000000000001, but 7 is meant.
         steps = math.ceil(round(total_steps * options.warmup_ratio, 6))
     return min(steps, total_steps)
 
@@ -52,12 +52,13 @@ def warmup_length(options: LRScheduler, total_steps: int) -> int:
 def learning_rate(
     step: int, options: LRScheduler, *, lr: float, total_steps: int, steps_an_epoch: float = 1.0
 ) -> float:
-    """Return the learning rate of the update after ``step`` finished ones (0 for the first).
+    """Return the learning rate of the update after ``step`` finished steps (0 for the first update).
 
     The schedule covers the run's ``total_steps``, unless the options set another length. ``decay_ratio`` is
-    the fraction of ``total_steps`` with decay; None decays right after warmup. A warmup longer than the run,
-    or a decay longer than the rest, is shortened. The schedule has one step more than the run, so that the
-    last update still has an effect; beyond ``total_steps`` the rate stays at ``lr * min_lr_factor``.
+    the fraction of ``total_steps`` with decay; None decays right after warmup. A warmup longer than the run
+    is shortened, and so is a decay longer than the remaining steps. The schedule has one step more than the
+    run, so that the last update still has an effect; beyond ``total_steps`` the rate stays at ``lr *
+    min_lr_factor``.
 
     An epoch can have a fractional number of steps: with 12.5, the rate changes at the fourteenth step.
     """
@@ -68,7 +69,7 @@ def learning_rate(
         return lr * ramp
     if options.decay_type == "step":
         size = options.step_size or steps_an_epoch
-        # 9 steps with 9/7 steps per epoch are 7 epochs, but 6.999999999999999 in binary.
+        # 9 steps with 9/7 steps per epoch are 7 epochs, but 6.999999999999999 in floating point.
         return lr * ramp * options.gamma ** math.floor(step / size + 1e-9)
     if is_registered(options):
         return lr * ramp * float(registry(_KEY)[options.decay_type](step + 1, total_steps))
@@ -96,9 +97,8 @@ def shortened_phases(options: LRScheduler, total_steps: int) -> list[str]:
 
 
 def invalid_rate(config: Config, steps: range, *, total_steps: int) -> Problem | None:
-    """Return a problem at the first of ``steps`` at which a registered schedule over ``total_steps`` fails,
-    or gives a rate that is negative or not finite. At most about a thousand steps are checked, evenly
-    spaced."""
+    """Return a problem for the first of ``steps`` at which a registered schedule over ``total_steps`` raises,
+    or returns a negative or nonfinite rate. At most about a thousand evenly spaced steps are checked."""
     options = config.lr_scheduler
     total = options.total_steps or total_steps
     ends = {it for it in (total, *steps[-1:]) if it in steps}
@@ -107,7 +107,7 @@ def invalid_rate(config: Config, steps: range, *, total_steps: int) -> Problem |
         try:
             value = float(registry(_KEY)[options.decay_type](step, total))
             problem = "" if 0 <= value < math.inf else f"the rate would be {value} of the peak"
-        except Exception as error:  # a user's function may raise anything
+        except Exception as error:  # a user's function may raise any error
             problem = f"{type(error).__name__}: {error}"
         if problem:
             return Problem(

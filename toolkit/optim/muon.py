@@ -3,12 +3,12 @@ https://kellerjordan.github.io/posts/muon.
 
 The update of a matrix is its momentum, orthogonalized by five Newton-Schulz iterations, which need the full
 matrix. With FSDP, replication or tensor parallelism, one rank owns each matrix: an all-to-all gathers the
-shards on the owner, and another returns the shards of the update. Ownership is balanced by cost, so that no
-work is duplicated. Communication and iterations use bfloat16, as torch.optim.Muon does: a rank sends about 4
-bytes per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout can be
-compared with one process.
+shards on the owner, and another returns the shards of the update. Ownership is balanced by cost, and no work
+is duplicated. Communication and iterations use bfloat16, as in torch.optim.Muon: a rank sends about 4 bytes
+per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout can be
+compared with a single process.
 
-Momentum is sharded like its parameter, so any mesh can resume from a checkpoint of any other.
+Momentum is sharded like its parameter, so a checkpoint can be resumed on any mesh.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from toolkit.optim.optimizer_state import adam_state
 
 _A, _B, _C = 3.4445, -4.775, 2.0315  # from the post
 BUCKET = 1 << 25
-"""Elements of full matrices that a rank gathers at once, plus one matrix."""
+"""Number of elements of full matrices that a rank gathers at a time, plus one matrix."""
 
 Slices = tuple[slice, slice]
-"""Rows and columns of a matrix on a rank."""
+"""Slices of the rows and of the columns of a matrix on a rank."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Matrix:
     """A parameter of a ``group``.
 
     Attributes:
-        owner: rank that orthogonalizes it.
-        senders: ranks that send their shards, the owner's replica, which has each shard once.
-        shards: slices of each rank of the mesh.
+            owner: rank that orthogonalizes it.
+            senders: ranks that send their shards: the owner's replica, which has each shard once.
+            shards: row and column slices of each rank of the mesh.
     """
 
     parameter: nn.Parameter
@@ -63,8 +63,8 @@ class Matrix:
 class DistributedMuon(Optimizer):
     """torch.optim.Muon over ``groups`` of matrices, plain or DTensors of one mesh, and AdamW over ``rest``.
 
-    ``mesh`` is None for plain parameters; construction and steps are collective over it. Groups have the keys
-    of torch.optim.Muon's, without ``ns_coefficients`` and ``eps``.
+    ``mesh`` is None for plain parameters; construction and steps are collective over the mesh. Groups have
+    the keys of torch.optim.Muon's groups, except ``ns_coefficients`` and ``eps``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rest: AdamW, mesh: DeviceMesh | None):
@@ -72,7 +72,7 @@ class DistributedMuon(Optimizer):
         super().__init__([*groups, *adamw_groups], {})
         rest.param_groups, rest.state = self.param_groups[len(groups) :], self.state
         self._rest, self.mesh = rest, mesh
-        # Offloaded parameters are on the CPU, but computation is not.
+        # Offloaded parameters are on the CPU, but are computed on the device.
         self._device = torch.device(mesh.device_type) if mesh is not None else None
         self._rank = mesh.mesh.flatten().tolist().index(dist.get_rank()) if mesh is not None else 0
         self._buckets = _assign_owners(self.param_groups[: len(groups)], mesh)
@@ -87,14 +87,14 @@ class DistributedMuon(Optimizer):
             self._update([matrix for matrix in bucket if matrix.parameter.grad is not None], process_group)
 
     def fresh_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the state before the first step: momentum of a matrix, or AdamW's moments."""
+        """Return the state before the first step: a matrix's momentum, or AdamW's moments."""
         if "momentum" not in group:
             return adam_state(parameter, group)
         return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in the all-to-alls of a step, including those to itself."""
+        """Bytes that this rank sends in the all-to-alls of a step, including to itself."""
         total = 0
         for matrix in (matrix for bucket in self._buckets for matrix in bucket):
             elements = _size(matrix.shards[self._rank]) * (self._rank in matrix.senders)
@@ -105,7 +105,7 @@ class DistributedMuon(Optimizer):
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks of the mesh, created in the first step, because planning a run needs none."""
+        """Group of the mesh's ranks, created in the first step because planning a run needs no group."""
         if self.mesh is None or self.mesh.size() == 1:
             return None
         return (self.mesh if self.mesh.ndim == 1 else flatten_mesh(self.mesh)).get_group()
@@ -144,7 +144,7 @@ class DistributedMuon(Optimizer):
             parameter.add_(values.view(parameter.shape).to(parameter.device), alpha=-rate)
 
     def _direction(self, matrix: Matrix) -> Tensor:
-        """Update the momentum. Returns this rank's shard of the matrix to orthogonalize, on the mesh's
+        """Update the momentum and return this rank's shard of the matrix to orthogonalize, on the mesh's
         device."""
         parameter, group = matrix.parameter, matrix.group
         state = self.state[parameter]
@@ -163,7 +163,7 @@ def _exchange(
     like: Tensor,
 ) -> Sequence[Tensor]:
     """Exchange tensors in one all-to-all: ``sends`` are (target, tensor) and ``receives`` (source, size),
-    both sorted by rank. Returns the received tensors, flat and ``like`` the given one."""
+    both sorted by rank. Returns the received tensors, flat, with the dtype and device of ``like``."""
     sent = torch.cat([like, *(tensor.reshape(-1) for _, tensor in sends)])
     sizes = [size for _, size in receives]
     if group is None:
@@ -178,7 +178,7 @@ def _exchange(
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """Bring the singular values of a matrix near 1, as torch.optim.Muon does, in the dtype of ``x``."""
+    """Bring the singular values of a matrix near 1, like torch.optim.Muon, in the dtype of ``x``."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=1e-7)
@@ -189,7 +189,7 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 
 
 def _lr_ratio(shape: torch.Size, adjust: str) -> float:
-    """Return torch.optim.Muon's factor of the learning rate for a matrix of this shape."""
+    """Return torch.optim.Muon's learning-rate factor for a matrix of this shape."""
     rows, columns = shape
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -201,8 +201,8 @@ def _precision(parameter: Tensor) -> torch.dtype:
 
 
 def _assign_owners(groups: Iterable[dict[str, Any]], mesh: DeviceMesh | None) -> list[list[Matrix]]:
-    """Assign each matrix, in order of decreasing cost, to the rank with the least work. Returns buckets, each
-    sorted by owner."""
+    """Assign each matrix, in order of decreasing cost, to the rank with the least work so far. Returns
+    buckets, each sorted by owner."""
     shape = tuple(mesh.shape) if mesh is not None else (1,)
     work, elements = ([0] * math.prod(shape) for _ in range(2))
     buckets: dict[int, list[Matrix]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Construction of the optimizer."""
+"""Build the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.distributed.dtensor import clean_name, local
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
-# torch's options of each implementation.
+# torch's options for each implementation.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
@@ -26,9 +26,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 
 
 class _LocalAdam(torch.optim.Adam):
-    """torch's Adam, whose kernels get the local shards of DTensors: gradients are sharded like their
-    parameters, and the update is elementwise. Dispatching hundreds of DTensors takes torch about a second in
-    the first step and milliseconds in every other."""
+    """torch's Adam with kernels that get the local shards of DTensors: gradients are sharded like their
+    parameters, and the update is elementwise. torch's dispatch of hundreds of DTensors takes about a second
+    in the first step and milliseconds in every other step."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex = init_adam_group(self, group, *lists)
@@ -47,10 +47,11 @@ class AdamW(_LocalAdam, torch.optim.AdamW):
 
 OPTIMIZERS: dict[str, type[_LocalAdam]] = {"AdamW": AdamW, "Adam": Adam}
 Build = Callable[[NamedParameters, Config], Optimizer]
-"""Builds the optimizer of a configuration over the trainable ones of named parameters. One other than torch's
-Adam has a method ``fresh_state(parameter, group)`` that returns its state tensors before the first step."""
+"""Builds a configuration's optimizer over the trainable ones of the named parameters. Except torch's Adam,
+optimizers have a method ``fresh_state(parameter, group)`` that returns the state tensors before the first
+step."""
 BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon"}
-"""Modules whose ``build`` is a :data:`Build`."""
+"""Modules that define ``build``, a :data:`Build`."""
 
 
 def parameter_groups(
@@ -59,7 +60,8 @@ def parameter_groups(
     """Build parameter groups of the trainable parameters: with weight decay, then without; one empty group if
     nothing is trainable.
 
-    ``no_decay`` are shell-style patterns of names; by default all parameters are decayed, as in torchtitan.
+    ``no_decay`` are shell-style patterns of parameter names; by default all parameters decay, as in
+    torchtitan.
     """
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {weight_decay: [], 0.0: []}
     for wrapped_name, parameter in parameters:
@@ -75,8 +77,8 @@ def build_optimizer(parameters: NamedParameters, config: Config) -> Optimizer:
     """Build the optimizer of ``config`` over the trainable ones of ``parameters`` (plain or DTensor).
 
     ``implementation`` selects torch's "for-loop", "foreach" or "fused" kernels, which differ only in speed
-    and rounding. ``early_step_in_backward`` updates in backward, see
-    :class:`toolkit.optim.optimizer_in_backward.StepInBackward`.
+    and rounding. ``early_step_in_backward`` updates in backward
+    (:class:`toolkit.optim.optimizer_in_backward.StepInBackward`).
 
     Raises:
         ValueError: torch rejects an option.

@@ -1,9 +1,10 @@
-"""Optimizer step in backward: each parameter is updated when its gradient is ready, which is then freed.
+"""Optimizer step in backward: each parameter is updated when its gradient is ready; then the gradient is
+freed.
 
 Sharded gradients, 4 bytes per parameter in fp32, exist for only one FSDP unit at a time. FSDP2 calls a
-parameter's post-accumulate-grad hooks when its reduced gradient shard is ready, on the stream of the
-reduction, for which the end of backward waits. A parameter that is used twice, such as a tied embedding, has
-one gradient and one call.
+parameter's post-accumulate-grad hooks when its reduced gradient shard is ready, on the reduction's stream,
+for which the end of backward waits. A parameter that is used twice, such as a tied embedding, has one
+gradient and one call.
 
 With replicas, torch 2.13 keeps the reduced gradients of all units until backward ends, so no memory is saved.
 """
@@ -24,7 +25,7 @@ class StepInBackward(Optimizer):
     """Wraps ``optimizer`` and updates each parameter in backward, with the same groups and state.
 
     Every backward is a step, so gradients cannot be accumulated. Parameters are updated before the global
-    norm is known, so gradients cannot be clipped. Set the learning rate of the groups before backward.
+    norm is known, so gradients cannot be clipped. Set the groups' learning rate before backward.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -61,5 +62,5 @@ class StepInBackward(Optimizer):
         """Do nothing: all steps were done in backward."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the norms of the last backward; its gradients are freed already."""
+        """Reset the norms of the last backward; its gradients are already freed."""
         self._squares.zero_()

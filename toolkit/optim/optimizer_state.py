@@ -15,8 +15,8 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
 
     Moments have the shape and sharding of their parameter; ``step`` is a float32 scalar. Optimizers other
     than torch's Adam have other names. Writing to the tensors changes the optimizer. Before the first step,
-    the state is created exactly as the optimizer would, so that a checkpoint can be loaded in place and the
-    resumed run is bit-identical to an uninterrupted one.
+    the state is created exactly as the optimizer would create it, so that a checkpoint can be loaded in place
+    and the resumed run is bit-identical to an uninterrupted one.
     """
     owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     fresh_state = getattr(optimizer, "fresh_state", adam_state)
@@ -34,7 +34,7 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
 
 
 def adam_state(parameter: nn.Parameter, group: dict) -> dict[str, Tensor]:
-    # Fused kernels count steps on the device, the others on the CPU, as torch does.
+    # As in torch, fused kernels count steps on the device, others on the CPU.
     device = parameter.device if group["fused"] else torch.device("cpu")
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),

@@ -24,8 +24,8 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
     """Build the registered optimizer of ``config``.
 
     Raises:
-        ConfigError: the function returns no optimizer, it omits parameters, or lacks fresh_state; in the
-            first step: its state differs from fresh_state, or it changes its groups.
+        ConfigError: the function does not return an optimizer, or the optimizer omits parameters or lacks
+            fresh_state; in the first step: its state differs from fresh_state, or it changes its groups.
     """
     named, name = list(parameters), config.optimizer.name
     builder = registry(_KEY)[name]
@@ -54,8 +54,8 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
 
 
 def _check_first_step(optimizer: Any, wrong: Callable[[str], ConfigError], *, state: bool) -> None:
-    """Make the optimizer's first step check that its groups do not change; with ``state``, also compare the
-    state of one parameter with its fresh state."""
+    """Make the first step check that it does not change the optimizer's groups; with ``state``, also compare
+    the state of one parameter with its fresh state."""
 
     original_step = optimizer.step
 
@@ -91,11 +91,11 @@ def _check_first_step(optimizer: Any, wrong: Callable[[str], ConfigError], *, st
                 shapes = f"{tuple(fresh[key].shape)}, but after a step it has {tuple(actual[key].shape)}"
                 raise wrong(f"fresh_state gives {key} the shape {shapes}")
 
-    optimizer.step = step  # not a hook, which nested steps would also call
+    optimizer.step = step  # not a hook, because nested steps would call a hook too
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a group's options without its parameters and the learning rate, which is set before each step."""
+    """Copy a group's options, except its parameters and the learning rate, which is set before each step."""
     return {key: _copy(it) for key, it in group.items() if key not in ("params", "param_names", "lr")}
 
 

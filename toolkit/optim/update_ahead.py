@@ -1,10 +1,10 @@
-"""Optimizer update queued on the device before the host knows whether it is to happen.
+"""Queue the optimizer update on the device before the host knows whether it is valid.
 
-The host needs the loss and gradient norm of a step before it continues. Queueing the update only then would
-leave the device idle while the host launches kernels for hundreds of parameters. So the norm is copied to the
-host, the update is queued after it, and the host waits only for the copy; it prepares the next batch while
-the device updates. torch's fused kernels can scale gradients, and skip the update if a value is not finite,
-as they do for GradScaler. On a CPU, where nothing is queued, this saves the pass over all gradients for
+The host needs the loss and gradient norm of a step before it continues. If it queued the update only then,
+the device would idle while the host launches kernels for hundreds of parameters. So the norm is copied to the
+host, the update is queued after the copy, and the host waits only for the copy; it prepares the next batch
+while the device updates. torch's fused kernels can scale gradients, and skip the update if a value is not
+finite, as for GradScaler. On a CPU, where nothing is queued, this saves the pass over all gradients for
 clipping.
 """
 
@@ -23,7 +23,7 @@ from toolkit.optim.optimizer import OPTIMIZERS
 def can_update_ahead(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether all parameters are on ``device`` and the optimizer's kernels can skip the update.
 
-    Only torch's and this toolkit's classes qualify, because the code of a subclass would see unclipped
+    Only torch's and this toolkit's own classes qualify, because the code of a subclass would see unclipped
     gradients.
     """
     kind = type(optimizer)
@@ -45,20 +45,20 @@ class AsyncRead:
             self._done.record()
 
     def wait(self) -> list[float]:
-        """Return the values, without waiting for work that was queued later."""
+        """Return the values, without waiting for work queued later."""
         if self._done is not None:
             self._done.synchronize()
         return self._copy.tolist()
 
 
 def update_ahead(optimizer: Optimizer, valid: Tensor, norm: Tensor, max_norm: float) -> None:
-    """Queue the update with gradients of ``norm`` clipped to ``max_norm``, as :func:`grad_clip.clip_` does.
+    """Queue the update with gradients of ``norm`` clipped to ``max_norm``, as in :func:`grad_clip.clip_`.
 
-    If ``valid``, a boolean tensor, is false, parameters, gradients and optimizer state stay unchanged.
+    If ``valid``, a boolean tensor, is false, parameters, gradients and optimizer state do not change.
     """
     optimizer.found_inf = valid.logical_not().float()  # type: ignore[attr-defined]
     clips = max_norm > 0 and not math.isinf(max_norm)
     scale = ((norm + EPSILON) / max_norm).clamp(min=1).float() if clips else None
-    optimizer.grad_scale = scale  # type: ignore[attr-defined]  # gradients are divided by it
+    optimizer.grad_scale = scale  # type: ignore[attr-defined]  # the kernels divide gradients by it
     optimizer.step()
     del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]

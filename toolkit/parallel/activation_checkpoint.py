@@ -1,20 +1,20 @@
 """Activation checkpointing: save little of a block's forward and recompute the rest in backward.
 
 Selective mode "matmul" saves the outputs of attention and of all matmuls and recomputes everything between
-them: no FLOPs to speak of, and a quarter less memory than mode "none" (8B, one row of 8,192 tokens, by the
-dry run: 27.1 instead of 36.1 GiB of activations).
+them. The extra FLOPs are negligible, and memory is a quarter less than in mode "none" (8B, one row of 8,192
+tokens, by the dry run: 27.1 instead of 36.1 GiB of activations).
 Selective mode "op" decides per operator, by the FLOPs saved per byte of memory. Saving one output element
 avoids 2·K FLOPs for a matmul with inner dimension K, about 2·S for attention over S tokens, and a few for a
 norm, RoPE or SwiGLU. So attention is always saved and elementwise operators never. Matmuls are saved if their
 output is no wider than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per
-key. The widening ones (w1, w3) would take 7 D more at a width of 3.5 D, at the lowest FLOPs per byte of all
-matmuls, and are recomputed: 54% of a block's matmul FLOPs, while mode "full" recomputes all of them and
-attention. Reduce-scatters are saved too: they take time, although no FLOPs.
+key. w1 and w3, which widen, would take another 7 D at a width of 3.5 D, at the lowest FLOPs per byte of all
+matmuls, so they are recomputed: 54% of a block's matmul FLOPs, whereas mode "full" recomputes all matmuls and
+attention. Reduce-scatters are saved too: they cost time, though no FLOPs.
 
-Under tensor parallelism the rule sees a rank's shards of the matrices: the outputs of w1 and w3 become narrow
-enough to save, and wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
-All-gathers are never saved: their output is tp times as large as their input. (Without a compiler that
-removes them, wo and w2 are recomputed although nothing needs them; ``early_stop`` avoids w2.)
+Under tensor parallelism the rule applies to a rank's shards: the outputs of w1 and w3 become narrow enough to
+save, and the outputs of wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
+All-gathers are never saved: their output is tp times as large as their input. (In eager mode, wo and w2 are
+recomputed although nothing needs them; ``early_stop`` avoids this for w2.)
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SAVED = frozenset(
         "_c10d_functional::reduce_scatter_tensor",
     }
 )
-"""Operators whose outputs mode "op" always saves; by name, because some exist only after an import."""
+"""Operators whose outputs mode "op" always saves, by name: some exist only after an import."""
 
 _NF4_LINEAR = "toolkit::nf4_linear"
-"""Matmul with a 4-bit weight: its arguments are x (…, K) and the packed weight (N, …)."""
+"""Matmul with a 4-bit weight; its arguments are x (…, K) and the packed weight (N, …)."""
 # Index of the second factor (…, K, N) among the arguments of a matmul.
 _MATMULS = {"aten::mm": 1, "aten::bmm": 1, "aten::addmm": 2}
 _MAY_SAVE = SAVED | {_NF4_LINEAR} | _MATMULS.keys()
@@ -75,10 +75,11 @@ def policy(option: str, context: Any, operator: Any, *args: Any, **kwargs: Any) 
 
 
 class _RecomputeMode(CachedDispatchMode):
-    """Returns saved outputs, only of operators that :func:`policy` may save.
+    """Returns saved outputs only of operators that :func:`policy` may save.
 
-    torch also compares the number of all other operators with the forward's. They differ if part of a block
-    is an FSDP unit: its hooks gather it in one of the two, and find it gathered in the other.
+    torch also requires the counts of all other operators to match between the two forwards. They differ if
+    part of a block is an FSDP unit: its hooks all-gather it in one forward, and find it gathered in the
+    other.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,8 +93,8 @@ class _RecomputeMode(CachedDispatchMode):
 def apply_activation_checkpoint(
     blocks: nn.ModuleDict, options: ActivationCheckpoint, *, pareto_folder: Path | None = None
 ) -> None:
-    """Wrap the blocks in place. Mode "memory_budget" wraps none: it is a setting of the compiler, which plots
-    the cost of each budget into ``pareto_folder`` if configured."""
+    """Wrap the blocks in place. Mode "memory_budget" wraps none: it is a compiler setting. The compiler plots
+    the cost of each budget into ``pareto_folder``, if set."""
     _set_memory_budget(options, pareto_folder if options.visualize_memory_budget_pareto else None)
     if options.mode in ("none", "memory_budget"):
         return
@@ -113,10 +114,10 @@ def apply_activation_checkpoint(
 
 
 def _by_operator(option: str) -> Callable[[], Any]:
-    # torch.compile warns about in-place operators, of which a block has none.
+    # torch.compile warns about in-place operators; a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    contexts: Any = partial(_contexts, option)  # not the function itself, which would keep the attribute
-    # torch.compile caches graphs with a policy only under a key that stands for its code.
+    contexts: Any = partial(_contexts, option)  # a new object, because the function would keep the attribute
+    # torch.compile caches graphs with a policy only under a key that identifies the policy's code.
     contexts.cache_hash = f"keep attention and the matmuls of {option}"
     return contexts
 
@@ -128,7 +129,7 @@ def _contexts(option: str) -> tuple[Any, Any]:
 
 
 def _set_memory_budget(options: ActivationCheckpoint, pareto_folder: Path | None) -> None:
-    """Set the compiler's memory budget for this process; 1.0, torch's default, saves all that backward
+    """Set the compiler's memory budget in this process; 1.0, torch's default, saves everything that backward
     needs."""
     enabled = options.mode == "memory_budget"
     functorch_config.activation_memory_budget = options.memory_budget if enabled else 1.0

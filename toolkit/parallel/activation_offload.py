@@ -1,10 +1,9 @@
-"""Offloading of the inputs of checkpointed blocks to CPU memory between forward and backward.
+"""Offload the inputs of checkpointed blocks to CPU memory between forward and backward.
 
-A checkpointed block saves little but its input, B · S · D elements. It is copied to pinned host memory on a
-separate stream, overlapping computation, and copied back on that stream when the backward of the next block
-begins, so that its own backward does not wait; the device then stores one more input. Masks and rotations,
-which all blocks share, are not offloaded, nor are the outputs that selective checkpointing saves per
-operator.
+A checkpointed block saves little besides its input, B · S · D elements. A separate stream copies it to pinned
+host memory, overlapping computation, and copies it back when the backward of the next block begins. The
+block's backward therefore does not wait, and the device stores one extra input. Masks and rotations, which
+all blocks share, are not offloaded, nor are the operator outputs saved by selective checkpointing.
 
 Shapes: B batch, S sequence, D model dim.
 """
@@ -31,17 +30,17 @@ def apply_activation_offload(blocks: nn.ModuleDict, *, prefetch: bool = True) ->
 
 
 class OffloadedInput(ActivationWrapper):
-    """A block that saves its first argument on the host. ``previous`` is the block before it, whose backward
+    """A block that saves its first argument on the host. ``previous`` is the preceding block, whose backward
     comes next."""
 
     def __init__(self, block: nn.Module, previous: OffloadedInput | None = None):
         super().__init__(block)
-        self._previous = [previous] if previous else []  # a list, so that it is no submodule
+        self._previous = [previous] if previous else []  # a list, so that it is not registered as a submodule
         self._latest: ReferenceType[HostCopy] | None = None
-        self.host_copy: type[HostCopy] = HostCopy  # replaced in fake steps
+        self.host_copy: type[HostCopy] = HostCopy  # replaced in the planner's fake steps
 
     def forward(self, h_BSD: Tensor, *others: Any) -> Tensor:
-        identity = _identity(h_BSD)  # not the input itself: autograd keeps the closure until backward
+        identity = _identity(h_BSD)  # not the input itself: autograd keeps the closure alive until backward
 
         def pack(saved: Tensor) -> Tensor | HostCopy:
             return self._host_copy(saved) if _identity(saved) == identity else saved
@@ -59,7 +58,7 @@ class OffloadedInput(ActivationWrapper):
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that aliases of a tensor share while it is alive, also on the meta device."""
+    """Return a key shared by all aliases of a tensor while it is alive, also on the meta device."""
     return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape
 
 
@@ -67,7 +66,7 @@ class HostCopy:
     """A copy of a tensor in host memory, pinned and asynchronous if the tensor is on a GPU.
 
     Attributes:
-        previous: the copy, in the same forward, of the block whose backward comes next.
+            previous: the copy of the same forward's block whose backward comes next.
     """
 
     previous: ReferenceType[HostCopy] | None = None
@@ -83,10 +82,10 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory must not be reused before the copy is done
+        tensor.record_stream(stream)  # its memory must not be reused before the copy finishes
 
     def to_device(self) -> Tensor:
-        """Return a copy on the device, which the current stream waits for, and prefetch ``previous``."""
+        """Return a copy on the device, make the current stream wait for it, and prefetch ``previous``."""
         self.fetch()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_stream(_copy_stream(self.device))
@@ -97,7 +96,7 @@ class HostCopy:
         return tensor
 
     def fetch(self) -> None:
-        """Start the copy to the device, if it has not started."""
+        """Start the copy to the device, unless it has started."""
         if self.device_copy is not None:
             return
         self.device_copy = torch.empty_like(self.host, device=self.device)

@@ -1,10 +1,10 @@
 """Differentiable collectives: all-gather and reduce-scatter are each other's backward.
 
-They use torch's functional collectives, which torch.compile traces and can overlap with matmuls, and wait at
-once: torch 2.13 drops the gradient of a pending one that enters a compiled block.
+They use torch's functional collectives, which torch.compile traces and can overlap with matmuls. They wait
+immediately: torch 2.13 drops the gradient of a pending collective that enters a compiled block.
 
-torch gathers and scatters along the first dimension. Another dimension needs a copy, unless all dimensions
-before it have size 1 (a single sequence).
+torch gathers and scatters along the first dimension. Another dimension needs a copy, unless all preceding
+dimensions have size 1 (a single sequence).
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from toolkit.compat import unsafe_view
 from toolkit.distributed import collectives
 
 always_copy = False
-"""Set for asynchronous tensor parallelism: inductor recognizes collectives to fuse with matmuls by the
+"""Set for asynchronous tensor parallelism: inductor recognizes collectives to fuse with matmuls by this
 copy."""
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather ``x`` along ``dim``, in rank order. The backward is a reduce-scatter: each rank's gradient
-    of the result is a partial sum."""
+    """All-gather ``x`` along ``dim``, in rank order. The backward is a reduce-scatter, because the gradient
+    of the result is a partial sum on each rank."""
     return _Gather.apply(x, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's chunk, along ``dim``, of the sum over ranks."""
+    """Sum ``x`` over ranks and return this rank's chunk along ``dim``."""
     return _ReduceScatter.apply(x, dim, group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks. All ranks compute the same from it, so the backward is the identity."""
+    """Sum ``x`` over ranks. All ranks compute the same values from the sum, so its backward is the
+    identity."""
     return _AllReduce.apply(x, group)
 
 
@@ -71,7 +72,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-# unsafe_view, because FSDP warns if a unit, such as the embedding, returns what autograd knows as a view.
+# unsafe_view, because FSDP warns if a unit, such as the embedding, returns a view that autograd tracks.
 
 
 def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -91,6 +92,5 @@ def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _is_view(x: Tensor, dim: int) -> bool:
-    """Return whether chunks along ``dim``, concatenated along the first dimension, are a view of the
-    result."""
+    """Return whether concatenating chunks along ``dim`` in the first dimension is a view of the result."""
     return dim == 0 or (x.shape[:dim].numel() == 1 and not always_copy)

@@ -1,4 +1,4 @@
-"""torch.compile per block: all blocks share one graph, and FSDP's hooks stay outside of it."""
+"""torch.compile per block: all blocks share one graph, and FSDP's hooks stay outside it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from toolkit.parallel import autograd_collectives
 def set_cache_folder(folder: Path) -> None:
     """Store compiled code in ``folder``, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    Call before anything is compiled. Entries are keyed by their source and written by rename, so ranks and
-    runs can share a folder.
+    Call before anything is compiled. Ranks and runs can share a folder, because entries are keyed by their
+    source and written by rename.
     """
     # Importing torch._dynamo sets the variable to torch's default.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
@@ -38,10 +38,9 @@ def set_cache_folder(folder: Path) -> None:
 
 
 def limit_recompilation() -> None:
-    """Allow 64 graphs per function (for kinds of blocks, batch shapes, gradients, adapters on or off), then
-    fail.
+    """Allow 64 graphs per function (kinds of blocks, batch shapes, gradients, adapters on or off), then fail.
 
-    DPO with validation exceeds torch's limit of 8, and so does FlexAttention at several lengths, which beyond
+    DPO with validation exceeds torch's limit of 8. So does FlexAttention at several lengths; beyond the limit
     it silently computes all S x S scores.
     """
     dynamo_config.recompile_limit = 64
@@ -49,8 +48,8 @@ def limit_recompilation() -> None:
 
 
 def allow_split_backward(allow: bool) -> None:
-    """Keep the inputs of compiled backwards, for schedules that run them twice: for input gradients, and
-    later for weight gradients. Call before anything is compiled."""
+    """Keep the inputs of compiled backwards, for schedules that run each backward twice: for input gradients,
+    then for weight gradients. Call before anything is compiled."""
     functorch_config.donated_buffer = not allow
 
 
@@ -58,17 +57,17 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
     """Compile each block and the head's chunked loss function, in place.
 
     Collectives of the group ``async_tp`` are decomposed and overlapped with adjacent matmuls. Shapes are
-    static: automatic dynamic shapes could change kernels between a run and its resume.
+    static: with automatic dynamic shapes, a resumed run could use other kernels.
     """
     _fuse_collectives(async_tp)
-    # Backends other than inductor accept no mode, not even the default.
+    # Only inductor accepts a mode; other backends reject even the default.
     mode: dict[str, Any] = {} if options.mode == "default" else {"mode": options.mode}
     compiled: Callable[[Any], Any] = partial(
         torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False, **mode
     )
     if "model" in options.components:
         for block in model.layers.values():
-            # Not the module, which torch.compile would wrap in one that zero-bubble schedules reject.
+            # The module itself would get a wrapper, which zero-bubble schedules reject.
             block.forward = compiled(block.forward)
     if "loss" in options.components and model.output is not None:
         model.output.loss = compiled(model.output.loss)
@@ -83,14 +82,13 @@ def _fuse_collectives(group: dist.ProcessGroup | None) -> None:
     if group is None:
         return
     with warnings.catch_warnings():
-        # Deprecated in torch 2.13, but required: without the call, nothing of the group is fused.
+        # Deprecated in torch 2.13, but still required: without the call, no collective of the group is fused.
         warnings.simplefilter("ignore", FutureWarning)
         compat.enable_symm_mem_for_group(group.group_name)
 
 
 class CompileClock:
-    """Measures the compile time of this process, including lazily compiled backward graphs and cache
-    reads."""
+    """Measures this process's compile time, including lazily compiled backward graphs and cache reads."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -105,6 +103,6 @@ class CompileClock:
         self._seconds += time.perf_counter() - self._started
 
     def take(self) -> float:
-        """Return the seconds spent compiling since the last call."""
+        """Return the seconds spent compiling since the previous call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -1,9 +1,9 @@
 """Context parallelism: each sequence is sharded over ranks; only attention communicates.
 
 Every rank computes the queries of its tokens and all-gathers keys and values (the method of arXiv:2407.21783,
-section 3.3.2): with grouped heads they are small, and any mask works. A sequence is split into 2·cp chunks,
-of which rank r takes the r-th and the r-th from the end, because the work of causal attention grows with the
-position. Without balancing there are cp chunks, and rank r takes the r-th.
+section 3.3.2): with grouped heads they are small, and any mask works. The work of causal attention grows with
+the position, so a sequence is split into 2·cp chunks, and rank r takes the r-th chunk from the start and the
+r-th from the end. Without load balancing there are cp chunks, and rank r takes the r-th.
 
 A block does one all-gather in forward and one reduce-scatter in backward. Without activation checkpointing,
 the gathered keys and values (2·S·K·E elements per sample and block) are saved for backward; with it, the
@@ -27,7 +27,7 @@ from toolkit.parallel.sequence_shards import SequenceShards
 
 
 class ContextParallelAttention(AttentionBackend):
-    """A backend's attention of this rank's queries to the keys and values of all ranks.
+    """Attention of this rank's queries to the keys and values of all ranks, computed by another backend.
 
     Each chunk of queries attends to the keys up to its own end.
     """
@@ -40,7 +40,8 @@ class ContextParallelAttention(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> list[AttentionMask]:
-        """Build one mask per chunk. ``documents_BS`` covers full sequences, ``length`` this rank's tokens."""
+        """Build one mask per chunk. ``documents_BS`` covers full sequences; ``length`` counts this rank's
+        tokens."""
         assert first == 0, "the shards determine the first query"
         chunks = self.shards.of(self.shards.rank)
         size = length // len(chunks)
@@ -74,8 +75,8 @@ class ContextParallelAttention(AttentionBackend):
 def apply_context_parallel(
     model: Decoder, shards: SequenceShards, mesh: DeviceMesh, *, ring: bool = False
 ) -> None:
-    """Replace the attention backend of every block by a context-parallel one, in place; ``ring`` selects ring
-    attention instead of all-gathers."""
+    """Make the attention backend of every block context-parallel, in place; ``ring`` selects ring attention
+    instead of all-gathers."""
     if ring:
         model.attention = RingAttention(shards, mesh, model.attention.window)
     else:

@@ -20,7 +20,7 @@ _KEY = "model.converters"
 
 
 class Converters:
-    """The converters of ``config``. Each has ``convert(model)``, and optionally ``connect(models, mesh)``,
+    """The converters of ``config``. Each has ``convert(model)``. Optional are ``connect(models, mesh)``,
     called once all stages of this rank are sharded, and ``post_optimizer_hook(models)``, called after each
     update."""
 
@@ -57,8 +57,8 @@ class Converters:
                 raise component_error(self._config, _KEY, name, type(converter).convert, rule)
 
     def connect(self, models: Sequence[nn.Module], mesh: Mesh) -> list[Callable[[], None]]:
-        """Call the converters' ``connect`` with the sharded ``models``, and return their hooks after an
-        update."""
+        """Call the converters' ``connect`` with the sharded ``models``, and return their post-optimizer
+        hooks."""
         for converter in self._all:
             if hasattr(converter, "connect"):
                 converter.connect(models, mesh)

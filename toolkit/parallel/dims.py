@@ -23,7 +23,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: number of parts of a global batch."""
+        """Data-parallel degree: number of shards of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
@@ -41,9 +41,9 @@ DEGREES = {
 }
 """Config keys of the degrees, by field of :class:`ParallelDims`."""
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Names of ``sharding_strategy``, in the order of their numbers from 1."""
+"""Names of the values of ``sharding_strategy``, in the order of their numbers from 1."""
 _KEEP_UNSHARDED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-"""Strategies that keep parameters gathered until backward."""
+"""Strategies that keep parameters gathered between forward and backward."""
 
 
 def strategy(parallelism: Parallelism) -> str | None:
@@ -55,7 +55,7 @@ def strategy(parallelism: Parallelism) -> str | None:
 def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
     """Return the degrees of ``parallelism`` on ``world_size`` ranks, or None if they do not multiply to it.
 
-    ``data_parallel_shard_degree`` −1 takes all remaining ranks. NO_SHARD makes each of them a replica.
+    ``data_parallel_shard_degree`` −1 takes all remaining ranks. NO_SHARD makes each remaining rank a replica.
     """
     model = (
         parallelism.pipeline_parallel_degree
@@ -81,9 +81,9 @@ def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
 def reshard_after_forward(parallelism: Parallelism) -> str | int:
     """Return ``fsdp_reshard_after_forward``, with "default" resolved by the sharding strategy.
 
-    Without a strategy, a pipeline does not reshard: each micro-batch would gather the parameters again.
-    NO_SHARD reshards as FULL_SHARD does: nothing is communicated, but a second copy of all parameters would
-    otherwise stay allocated during the forward.
+    Without a strategy, a pipeline does not reshard, because each micro-batch would gather the parameters
+    again. NO_SHARD reshards like FULL_SHARD: nothing is communicated, and otherwise a second copy of all
+    parameters would stay allocated during the forward.
     """
     value, name = parallelism.fsdp_reshard_after_forward, strategy(parallelism)
     if value != "default":
@@ -93,7 +93,7 @@ def reshard_after_forward(parallelism: Parallelism) -> str | int:
 
 
 def strategy_in_effect(parallelism: Parallelism, mesh: ParallelDims) -> str:
-    """Return the sharding strategy that the degrees and ``fsdp_reshard_after_forward`` amount to."""
+    """Return the sharding strategy equivalent to the degrees and ``fsdp_reshard_after_forward``."""
     kept = reshard_after_forward(parallelism) == "never"
     if mesh.dp_replicate == 1:
         return "SHARD_GRAD_OP" if kept else "FULL_SHARD"
@@ -105,7 +105,7 @@ def strategy_in_effect(parallelism: Parallelism, mesh: ParallelDims) -> str:
 def uses_ring(parallelism: Parallelism, *, device: str, documents: bool) -> bool:
     """Return whether context parallelism uses ring attention on a ``device`` ("cpu" or "cuda").
 
-    On CUDA, ``documents`` require gathering instead, because the flash kernel has no mask.
+    On CUDA, ``documents`` require all-gathers instead, because the flash kernel supports no mask.
     """
     rotates = parallelism.context_parallel_rotate_method == "alltoall"
     return rotates and parallelism.context_parallel_degree > 1 and not (documents and device == "cuda")

@@ -1,5 +1,4 @@
-"""Parsing of ``parallelism.elastic_meshes``, such as "dp_shard=3 tp=2": the meshes of other numbers of
-nodes."""
+"""Parsing of ``parallelism.elastic_meshes``, such as "dp_shard=3 tp=2": meshes for other node counts."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from toolkit.parallel.dims import DEGREES, ParallelDims
 
 
 def parse_mesh(text: str) -> ParallelDims | None:
-    """Parse a mesh, with degree 1 for dimensions that are not in ``text``; None if it is invalid."""
+    """Parse a mesh; dimensions missing from ``text`` have degree 1. Returns None if it is invalid."""
     sizes = dict.fromkeys(DEGREES, 0)
     for word in text.split():
         name, _, size = word.partition("=")

@@ -1,13 +1,13 @@
 """float8 matmuls in linear layers (Micikevicius et al. 2022, arXiv:2209.05433).
 
-The operands of the three matmuls of a layer, in forward and backward, are cast dynamically, with a scale that
+Forward and backward of a layer have three matmuls. Their operands are cast dynamically, with a scale that
 maps the largest magnitude of a matrix ("tensorwise") or of each row ("rowwise") to the largest float8 value.
 Weights, gradients and optimizer state keep their dtypes. Recipes, casts and kernels are torchao's. Shapes:
 T tokens of a micro-batch, K input features, N output features.
 
-A matrix that is sharded by tensor or context parallelism has the scales of the full matrix: maxima are
-reduced over its ranks, so that a layer computes the same as on one rank. They are not reduced over
-data-parallel ranks: scales are those of a micro-batch.
+A matrix sharded by tensor or context parallelism uses the scales of the full matrix: maxima are reduced over
+its ranks, so that a layer computes the same as on one rank. They are not reduced over data-parallel ranks,
+so activation scales belong to one micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from toolkit.models.common.plain_linear import check_plain
 from toolkit.parallel.float8_layers import can_gather_in_float8, float8_layers
 from toolkit.parallel.mesh import Mesh
 
-logging.disable(logging.WARNING)  # torchao warns about kernels that it cannot load; none is used here
+logging.disable(logging.WARNING)  # torchao warns about kernels that it cannot load; none are used here
 try:
     from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
     from torchao.float8.float8_training_tensor import (
@@ -58,11 +58,11 @@ except ImportError:  # a torchao without the patch
 
 _FILTER = "quantize.linear.float8.filter_fqns"
 _NOT_SHARDED = ""
-"""In place of a group's name: the dimension is not sharded."""
+"""Placeholder for a group name: the dimension is not sharded."""
 
 
 class Float8Converter:
-    """Float8 converter of a configuration (:class:`toolkit.parallel.converters.Converters`)."""
+    """The built-in float8 converter (interface: :class:`toolkit.parallel.converters.Converters`)."""
 
     def __init__(self, config: Config):
         self.options, self.verbose = config.quantize.linear.float8, config.model.print_after_conversion
@@ -74,11 +74,11 @@ class Float8Converter:
         apply_float8(model, self.options, verbose=self.verbose)
 
     def connect(self, models: Iterable[Decoder], mesh: Mesh) -> None:
-        """Set the groups over which matrices are sharded."""
+        """Set the process groups over which each layer's matrices are sharded."""
         connect(models, mesh, self.options)
 
     def post_optimizer_hook(self, models: Iterable[Decoder]) -> None:
-        """Precompute the scales of the next forward, if configured."""
+        """Precompute the scales for the next forward, if configured."""
         if self.options.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(models)
 
@@ -94,12 +94,12 @@ def apply_float8(model: Decoder, options: Options, *, verbose: bool = False) -> 
     config = replace(
         Float8LinearConfig.from_recipe_name(options.recipe_name or "tensorwise"), emulate=options.emulate
     )
-    # Fused casts round differently from eager ones, so that recomputed tensors would get other scales (torch
+    # Fused casts round differently from eager casts, so recomputed tensors would get other scales (torch
     # issue 150859).
     inductor_config.emulate_precision_casts = options.recipe_name == "rowwise"
     modules = dict(model.named_modules())
     for name in float8_layers(model.args, options):
-        if name in modules:  # else it is on another stage
+        if name in modules:  # otherwise it is on another stage
             without = "add its name to that list"
             check_plain(name, modules[name], key=_FILTER, value=options.filter_fqns, without=without)
             parent, _, child = name.rpartition(".")
@@ -109,7 +109,7 @@ def apply_float8(model: Decoder, options: Options, *, verbose: bool = False) -> 
 
 
 class ShardedFloat8Linear(nn.Linear):
-    """Float8 replacement of ``linear`` with the same weight, whose scales are those of the full matrices."""
+    """Float8 replacement of ``linear`` with the same weight; scales are those of the full matrices."""
 
     def __init__(self, linear: nn.Linear, config: Float8LinearConfig):
         nn.Module.__init__(self)
@@ -117,21 +117,21 @@ class ShardedFloat8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.config = config
         self.groups = (_NOT_SHARDED, _NOT_SHARDED, _NOT_SHARDED)
-        """Names of the groups over which T, K and N are sharded."""
+        """Names of the groups that shard T, K and N."""
 
     def forward(self, x: Tensor) -> Tensor:
         output = _Float8Matmul.apply(x, self.weight, self.config, self.groups)
         return output if self.bias is None else output + self.bias
 
     def reset_scale(self) -> None:
-        """Discard the precomputed scale; until the next update, the all-gather computes it."""
+        """Discard the precomputed scale; the all-gather computes it until the next update."""
         if all_gather := _float8_all_gather(self):
             all_gather.scale = None
 
 
 def connect(models: Iterable[Decoder], mesh: Mesh, options: Options) -> None:
-    """Set the groups over which the matrices of sharded ``models`` are sharded, and FSDP's all-gather in
-    float8 if configured."""
+    """Set the groups that shard the matrices of ``models``, and enable FSDP's float8 all-gather if
+    configured."""
     tokens = _name(mesh.cp.get_group()) if mesh.cp else _NOT_SHARDED
     for layer in _layers(models):
         weight: Any = layer.weight
@@ -180,8 +180,8 @@ def _cast(
 ) -> Tensor:
     """Cast ``matrix`` (2-D) to float8, unless ``how`` disables it or it is float8 already.
 
-    Its dimensions are sharded over ``groups``; rowwise scales reduce over the dimension ``along``, over which
-    the matmul sums.
+    ``groups`` shard its dimensions. Rowwise scales reduce over the dimension ``along``, the inner dimension
+    of the matmul.
     """
     if how.scaling_type is ScalingType.DISABLED or isinstance(matrix, Float8TrainingTensor):
         return matrix
@@ -194,7 +194,7 @@ def _cast(
 
 
 def _multiply(a: Tensor, b: Tensor, *, emulate: bool) -> Tensor:
-    """Compute a b, of two float8 matrices or of two others; emulation uses at least fp32."""
+    """Compute the matmul a b of two float8 matrices, or of two others; emulation uses at least fp32."""
     if not (emulate and isinstance(a, Float8TrainingTensor) and isinstance(b, Float8TrainingTensor)):
         return torch.mm(a, b)
     precise = torch.promote_types(a.dtype, torch.float32)
@@ -243,8 +243,8 @@ class _Float8Matmul(torch.autograd.Function):
 class _Float8AllGather:
     """Casts this rank's shard of ``weight``, a DTensor, so that FSDP2 gathers float8.
 
-    Its methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor;
-    ``groups`` are those over which the weight is sharded.
+    Its methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor.
+    ``groups`` shard the weight.
     """
 
     def __init__(self, weight: DTensor, config: Float8LinearConfig, groups: tuple[str, str]):
@@ -268,7 +268,7 @@ class _Float8AllGather:
     def after(
         self, gathered: tuple[Tensor], scale: Tensor, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """Return the weight of the gathered bytes; if ``out`` is given, it already contains them."""
+        """Return the weight from the gathered bytes; ``out``, if given, already contains them."""
         if out is not None:
             cast("Any", local_tensor(out) if isinstance(out, DTensor) else out)._scale = scale
             return None
@@ -284,8 +284,7 @@ def _float8_all_gather(layer: ShardedFloat8Linear) -> _Float8AllGather | None:
 
 @torch.no_grad()
 def precompute_scales(models: Iterable[Decoder]) -> None:
-    """Compute the scales of all weights that are gathered in float8, with one collective, after each
-    update."""
+    """Compute the scales of all weights gathered in float8, after each update, with one collective."""
     found = [it for layer in _layers(models) if (it := _float8_all_gather(layer))]
     if found:
         amax = _max_over_ranks(torch.stack([tensor_to_amax(it.shard) for it in found]), found[0].groups)

@@ -7,12 +7,12 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import linear_layers
 
 MULTIPLE = 16
-"""GPUs require sizes of float8 matrices to be multiples of this."""
+"""GPUs require the sizes of float8 matrices to be multiples of this."""
 
 
 def float8_layers(args: ModelArgs, options: Float8) -> dict[str, tuple[int, ...]]:
-    """Return the layers that compute in float8: of supported sizes, with no entry of ``filter_fqns`` in the
-    name."""
+    """Return the weight shapes of the layers that compute in float8: supported sizes, and names that contain
+    no entry of ``filter_fqns``."""
     return {
         name: shape
         for name, shape in linear_layers(args).items()

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded per unit over the data-parallel ranks.
 
-Gradients are *summed* over ranks, never averaged: the loss is already divided by the number of tokens of the
-global batch, which weights ranks with different numbers of tokens correctly. gloo has no pre-multiplied sum,
+Gradients are *summed* over ranks, never averaged: the loss is already divided by the token count of the
+global batch, so ranks with different token counts are weighted correctly. gloo has no pre-multiplied sum,
 hence both calls in :func:`_sum_gradients`; neither recurses.
 """
 
@@ -39,7 +39,8 @@ SKIP_DEVICES = ("cuda",)
 
 
 def mixed_precision(training: Training, param_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return the policy that computes in ``param_dtype``, with the reduce and output dtypes of ``training``.
+    """Return the mixed-precision policy: compute in ``param_dtype``, reduce and output dtypes of
+    ``training``.
 
     Inputs are not cast: the embedding returns ``param_dtype``, and RoPE rotations keep their precision.
     """
@@ -60,9 +61,9 @@ def apply_fsdp(
     precision: MixedPrecisionPolicy,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard each unit, then the remaining parameters in the root, in place.
+    """Shard each unit, then the remaining parameters as the root unit, in place.
 
-    ``units`` are in forward order; a nested unit comes after the outer one. ``mesh`` is 1-D (shard) or 2-D
+    ``units`` are in forward order; nested units follow their outer unit. ``mesh`` is 1-D (shard) or 2-D
     (replicate × shard). Logits have the policy's ``output_dtype``.
     """
     inner = replace(precision, output_dtype=None)
@@ -70,7 +71,7 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     when = reshard_after_forward(parallelism)
     ignored = set() if cpu_offload else _ignored_parameters(model, mesh, parallelism, precision)
-    # Reversed, because fully_shard requires inner units first.
+    # Reversed, because fully_shard must be called on inner units first.
     for position in reversed(range(len(units))):
         fully_shard(
             list(units[position]),
@@ -95,7 +96,7 @@ def apply_fsdp(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
-    if mesh.size() > 1:  # on one rank it would copy each unit's gradients to divide them by 1
+    if mesh.size() > 1:  # on one rank, it would copy each unit's gradients just to divide them by 1
         _sum_gradients(model)
     _keep_embeddings_sharded_in_backward(units)
     _prefetch([model, *(unit[0] for unit in units)], parallelism)
@@ -104,10 +105,11 @@ def apply_fsdp(
 def _ignored_parameters(
     model: nn.Module, mesh: DeviceMesh, parallelism: Parallelism, precision: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
-    """Return the parameters that FSDP ignores on one rank, where it would copy each of them twice per step.
+    """Return the parameters to exclude from FSDP on one rank, where it would copy each of them twice per
+    step.
 
-    They are stored in the compute dtype, so that nothing is cast. Their gradients are accumulated in that
-    dtype, as FSDP does when it reduces each micro-batch.
+    They are stored in the compute dtype, so no cast is needed. Their gradients accumulate in that dtype, as
+    they do under FSDP when it reduces each micro-batch.
     """
     skips = parallelism.fsdp_skip_on_one_rank and device_type(mesh.device_type) in SKIP_DEVICES
     if dist.get_world_size() > 1 or not skips:
@@ -122,8 +124,8 @@ def _ignored_parameters(
 
 
 def root_modules(model: Decoder) -> set[nn.Module]:
-    """Return the modules that must stay in FSDP's root: a tied embedding, which both ends of the forward
-    read."""
+    """Return the modules that must stay in FSDP's root unit: a tied embedding, which is read at both ends of
+    the forward."""
     embedding = table(model.args)[EMBEDDING]
     return {model.tok_embeddings} if model.tok_embeddings is not None and not embedding.unit else set()
 
@@ -136,16 +138,16 @@ def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
 
 
 def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Set up gradient reduction and resharding before the forward of a micro-batch; ``last`` is the step's
+    """Set up gradient reduction and resharding before a micro-batch's forward; ``last`` marks the step's
     last.
 
     By default each micro-batch reduce-scatters its gradients, which stay sharded, and the last one
-    all-reduces over replicas. Without ``fsdp_sync_each_batch`` only the last one reduces, and gradients stay
+    all-reduces over replicas. Without ``fsdp_sync_each_batch``, only the last one reduces, and gradients stay
     unsharded until then, in the reduce dtype. Parameters that are not resharded after forward ("never") also
     stay gathered until the next micro-batch.
 
-    torch's ``set_is_last_backward`` is not used: without the cleanup at the end of a backward, the next one
-    would prefetch past its first unit, an all-gather that nothing uses.
+    torch's ``set_is_last_backward`` is not used: it skips the cleanup at the end of a backward, so the next
+    backward would prefetch past its first unit, an all-gather that nothing uses.
     """
     root = _fsdp(model)
     if parallelism.fsdp_sync_each_batch:
@@ -172,20 +174,20 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Use shared memory for collectives of a gloo group whose ranks are all on this machine."""
+    """Use shared memory for the collectives of a gloo group if all its ranks are on this machine."""
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() > 1 and dist.get_backend(group) == GLOO:
         share_memory(model, group)
 
 
 def _skips_reduce_scatter(mesh: DeviceMesh) -> bool:
-    """Return whether to use :class:`NoReduceScatter`. On CUDA the all-reduce over replicas reads gradients on
-    another stream, which it does not record."""
+    """Return whether to use :class:`NoReduceScatter`. On CUDA, the all-reduce over replicas reads gradients
+    on another stream without recording it."""
     return mesh.size(mesh.ndim - 1) == 1 and (mesh.device_type == "cpu" or mesh.size() == 1)
 
 
 class NoReduceScatter:
-    """Reduce-scatter of a group of one rank: returns the input, of which torch would make a copy."""
+    """Reduce-scatter for a group of one rank: returns the input, where torch would copy it."""
 
     def __init__(self) -> None:
         self.input: Tensor | None = None
@@ -193,14 +195,15 @@ class NoReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        # torch first allocates the input, then the output.
+        # torch allocates first the input, then the output.
         if self.input is None:
             self.input = torch.empty(*size, dtype=dtype, device=device)
             return self.input
         output, self.input = self.input, None
         if output.is_cuda:
-            # Allocated on the stream of backward, read on that of the reduction: without the record, its
-            # memory would be reused for the next unit's gradients while an update in backward still reads it.
+            # Allocated on the stream of backward, read on the stream of the reduction: without this record,
+            # its memory would be reused for the next unit's gradients while an in-backward update still reads
+            # it.
             output.record_stream(torch.cuda.current_stream())
         return output
 
@@ -209,14 +212,14 @@ class NoReduceScatter:
 
 
 def _keep_embeddings_sharded_in_backward(units: Sequence[Sequence[nn.Module]]) -> None:
-    """Disable the all-gather of embeddings in backward, which does not read them."""
+    """Disable the all-gather of embeddings in backward, which does not read their weight."""
     for unit in units:
         if all(isinstance(module, nn.Embedding) for module in unit):
             _fsdp(unit[0]).set_unshard_in_backward(False)
 
 
 def _prefetch(modules: Sequence[nn.Module], parallelism: Parallelism) -> None:
-    """Set which units each unit prefetches.
+    """Set the units that each unit prefetches.
 
     ``modules``: the root and the first module of each unit, in the order in which their forwards begin.
     """
@@ -224,7 +227,7 @@ def _prefetch(modules: Sequence[nn.Module], parallelism: Parallelism) -> None:
         nested: set[nn.Module] = set()
         for position, module in enumerate(modules):
             ahead = modules[position + 1 : position + 1 + depth]
-            # Activation checkpointing reruns nested units in backward, after that of the next block.
+            # In backward, activation checkpointing reruns nested units after the next block's backward.
             if module in nested:
                 ahead = [other for other in ahead if other in nested]
             elif position:
@@ -238,7 +241,7 @@ def _prefetch(modules: Sequence[nn.Module], parallelism: Parallelism) -> None:
 
 
 def in_end_order(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Reorder modules from the order in which their forwards begin to that in which they end."""
+    """Reorder modules from the start order of their forwards to the end order."""
     ended: list[nn.Module] = []
     running: list[nn.Module] = []
     for module in modules:

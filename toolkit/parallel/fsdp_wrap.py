@@ -13,11 +13,11 @@ from toolkit.parallel.fsdp import root_modules
 
 
 def wrapped_units(model: Decoder, parallelism: Parallelism) -> list[list[nn.Module]]:
-    """Return units of one module each, in forward order; a nested module comes after the outer one.
+    """Return units of one module each, in forward order; nested modules follow their outer module.
 
-    ``fsdp_wrap_policy`` "class" makes each module of ``fsdp_wrap_classes`` a unit, "size" each module with
-    ``fsdp_min_num_params`` parameters that are in no smaller unit. A module wrapped by activation
-    checkpointing or torch.compile is a unit together with its wrapper.
+    ``fsdp_wrap_policy`` "class" makes each module of ``fsdp_wrap_classes`` a unit; "size" makes a unit of
+    each module with at least ``fsdp_min_num_params`` parameters outside smaller units. The wrapper of
+    activation checkpointing or torch.compile belongs to the unit of its module.
     """
     excluded = root_modules(model)
     if parallelism.fsdp_wrap_policy == "class":
@@ -30,8 +30,8 @@ def wrapped_units(model: Decoder, parallelism: Parallelism) -> list[list[nn.Modu
 def modules_of_class(
     root: nn.Module, classes: Container[str], excluded: Container[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Return modules below ``root`` of these class names, or of a subclass, with parameters, without
-    ``excluded``."""
+    """Return the modules below ``root`` with parameters that are instances of these classes or of subclasses,
+    except ``excluded``."""
     return [
         outermost
         for outermost, module in _below(root)
@@ -42,9 +42,10 @@ def modules_of_class(
 
 
 def modules_of_size(root: nn.Module, min_params: int, excluded: Container[nn.Module] = ()) -> list[nn.Module]:
-    """Return units as FSDP1's ``size_based_auto_wrap_policy`` does, from the inside out: a module below
-    ``root`` is a unit if it has at least ``min_params`` parameters outside its nested units. A ModuleList or
-    ModuleDict has no forward and is never a unit.
+    """Return units like FSDP1's ``size_based_auto_wrap_policy``, innermost first.
+
+    A module below ``root`` is a unit if it has at least ``min_params`` parameters outside its nested units.
+    ModuleLists and ModuleDicts have no forward and are never units.
     """
     units: list[nn.Module] = []
     for child in root.children():
@@ -72,8 +73,7 @@ def _of_size(
 
 
 def _below(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the outermost wrapper of each module below ``root``, and the module, in the order of
-    registration."""
+    """Yield (outermost wrapper, module) for each module below ``root``, in registration order."""
     for outermost in root.children():
         module = _unwrapped(outermost)
         yield outermost, module

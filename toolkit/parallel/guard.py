@@ -1,8 +1,8 @@
-"""Policy for a batch with a nonfinite loss or gradient norm, or a spike: stop, skip it, or roll back.
+"""Policy for batches with a nonfinite loss or gradient norm, or a spike: stop, skip, or roll back.
 
-The decision depends on the global loss and norm and those of earlier updates, which are equal on all ranks,
-and on all meshes up to rounding. They are saved in checkpoints, so that a resumed run decides alike. The rule
-for spikes is that of AllenAI's SkipStepOptimizer (arXiv:2501.00656).
+The decision depends on the global loss and norm and on the values of earlier updates, which are equal on all
+ranks, and on all meshes up to rounding. They are saved in checkpoints, so a resumed run decides alike. The
+rule for spikes is that of AllenAI's SkipStepOptimizer (arXiv:2501.00656).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FINITE = sys.float_info.max
 
 @dataclass(frozen=True)
 class RejectedBatch:
-    """A batch that is not trained on: the reason, and whether the run rolls back."""
+    """A batch excluded from training: the reason, and whether the run rolls back."""
 
     reason: str
     loss: float
@@ -31,10 +31,10 @@ class RejectedBatch:
 
 
 class Guard:
-    """The policy of ``options``.
+    """Applies the policy of ``options``.
 
-    ``memory`` returns the history that is saved with the run as JSON: "losses" and "norms" of the latest
-    updates, and "skips", the number of batches skipped since the last update.
+    ``memory`` returns the history saved with the run as JSON: "losses" and "norms" of the latest updates, and
+    "skips", the number of batches skipped since the last update.
 
     Attributes:
         rejected: the last batch, if it was rejected.
@@ -49,7 +49,7 @@ class Guard:
         return self.options.nan_policy != "stop"
 
     def limits(self) -> tuple[float, float]:
-        """Return the largest loss and gradient norm that the next batch may have."""
+        """Return the largest acceptable loss and gradient norm of the next batch."""
         if self.options.loss_spike_policy == "ignore":
             return FINITE, FINITE
         return self._limit("losses"), self._limit("norms")
@@ -66,8 +66,8 @@ class Guard:
                 memory[name] = [*memory.get(name, []), value][-self.options.loss_spike_window :]
 
     def reject_spike(self, loss: float, grad_norm: float) -> None:
-        """Reject a batch beyond the limits. It is recorded as one at the limits, so that values that stay
-        high are accepted after some batches, but a single one hardly changes the limits.
+        """Reject a batch beyond the limits, and record the limits as its values: a lasting rise is accepted
+        after some batches, but a single spike hardly changes the limits.
 
         Raises:
             TrainingError: the policy is to stop, or too many batches were skipped.

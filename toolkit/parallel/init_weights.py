@@ -2,10 +2,10 @@
 
 A parameter is divided into blocks of rows, each drawn by a generator keyed by a hash of (seed, name, block).
 A rank draws the blocks that overlap its shard, on CPU in fp32, then slices, casts and copies them. Every
-layout gets the same bits without full parameters or communication.
+layout gets the same bits, without full parameters or communication.
 
-The generators are numpy's: they have 128-bit keys (torch's CPU generator uses 32 bits of its seed, so blocks
-of a large model would collide) and produce the same bits on every CPU (torch's depend on the vector width).
+The generators are numpy's. They have 128-bit keys; torch's CPU generator uses 32 bits of its seed, so blocks
+of a large model would collide. They produce the same bits on every CPU; torch's depend on the vector width.
 Drawing takes about 8 ns per element and thread.
 """
 
@@ -34,9 +34,9 @@ weights."""
 def initialize(
     parameters: Iterable[tuple[str, Tensor | Fillable]], seed: int, rules: Callable[[str], Init]
 ) -> None:
-    """Fill each parameter, DTensor or plain, in place, with the same bits on any mesh.
+    """Initialize each parameter, DTensor or plain, in place, with the same bits on any mesh.
 
-    ``rules`` returns the distribution of a parameter by its name without the prefixes of wrappers.
+    ``rules`` maps a parameter's name, without wrapper prefixes, to its distribution.
 
     Raises:
         ValueError: a parameter is on the meta device.
@@ -57,7 +57,7 @@ def initialize(
 
 
 def initial_rows(name: str, seed: int, rule: Init, shape: Sequence[int], rows: slice) -> Tensor:
-    """Return rows of a parameter of ``shape`` as :func:`initialize` fills them, in fp32."""
+    """Return rows of a parameter of ``shape`` in fp32, with the values of :func:`initialize`."""
     out = torch.empty(rows.stop - rows.start, *shape[1:])
     if rule.std == 0:
         return out.fill_(rule.mean)
@@ -69,7 +69,7 @@ def initial_rows(name: str, seed: int, rule: Init, shape: Sequence[int], rows: s
 def _fills(
     local: Tensor | Fillable, offset: Sequence[int], shape: Sequence[int], rule: Init, key: str
 ) -> Iterator[Callable[[], None]]:
-    """Yield functions that each draw a block and copy its part into ``local``, to be called in any order."""
+    """Yield functions, callable in any order, that each draw a block and copy its overlap into ``local``."""
     columns = tuple(
         slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
     )
@@ -81,7 +81,7 @@ def _fills(
         overlap = (slice(start - rows[0], stop - rows[0]), *columns)
         drawn = torch.from_numpy(np.ascontiguousarray(values[overlap]))
         part = local[start - first : stop - first]
-        # Cast before it moves to a GPU, in half the bytes.
+        # Cast before moving it to a GPU, which halves the bytes.
         part.copy_(drawn.to(part.dtype) if isinstance(part, Tensor) else drawn)
 
     for block, rows in _row_blocks(shape, first, last):
@@ -96,7 +96,7 @@ def _row_blocks(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[i
 
 
 def _draw(key: str, shape: Sequence[int], rule: Init) -> np.ndarray:
-    """Draw the full block in fp32; values beyond the cut are redrawn after all others."""
+    """Draw the full block in fp32; values beyond the cut are redrawn at the end."""
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
     values = generator.standard_normal(math.prod(shape), dtype=np.float32)

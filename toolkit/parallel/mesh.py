@@ -1,9 +1,9 @@
 """The device mesh and the process groups of each technique.
 
-Dimensions, outermost first: ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Adjacent ranks are in
-the same ``tp`` group, then in the same ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays
-inside a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same
-sequence use the same weights and sum their gradients, like data-parallel ranks.
+Dimensions, outermost first: ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Adjacent ranks share
+a ``tp`` group first, then ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays inside a node.
+Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same sequence use the
+same weights and sum their gradients, like data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.compat import unflatten_mesh
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a run. ``fsdp`` is the one for ``fully_shard``, 2-D with replication; ``pp``, ``cp``
+    """Device meshes of a run. ``fsdp`` is the mesh for ``fully_shard``, 2-D with replication; ``pp``, ``cp``
     and ``tp`` are 1-D, and None if their size is 1."""
 
     world: DeviceMesh
@@ -27,11 +27,11 @@ class Mesh:
     cp: DeviceMesh | None
     tp: DeviceMesh | None
     dp_size: int
-    """Number of parts of a global batch."""
+    """Number of shards of a global batch."""
     dp_rank: int
-    """Part of a global batch that this rank reads, the same within a pp, cp and tp group."""
+    """Shard of the global batch that this rank reads; equal within its pp, cp and tp groups."""
     is_loss_rank: bool
-    """True on the one rank of its pp and tp groups that counts their common values, such as labels."""
+    """True on one rank of each pp and tp group: it counts values that the group shares, such as labels."""
     shape: str
     """Sizes for messages: "dp_replicate 1 × dp_shard 4"."""
     coordinates: str
@@ -44,7 +44,7 @@ class Mesh:
 def build_mesh(
     device: torch.device, *, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, cp: int = 1, tp: int = 1
 ) -> Mesh:
-    """Build the mesh; the degrees multiply to the world size."""
+    """Build the mesh; the product of the degrees must be the world size."""
     shard = "dp_shard_cp" if cp > 1 else "dp_shard"
     names = ("pp", "dp_replicate", shard, "tp")
     world = init_device_mesh(device.type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=names)

@@ -1,7 +1,7 @@
-"""This rank's part of the model, and running a batch through it.
+"""This rank's part of the model, and how it runs a batch.
 
 The part is the whole model, or some pipeline stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
-sums; the values of all ranks add up to those of the batch.
+sums: the values of all ranks add up to the value of the batch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class ModelParts(ABC):
         models: the stages, in order.
         objective: the objective computed from the last stage's output.
         names: metrics of the objective and of blocks, logged in addition to the loss.
-        is_loss_rank: this rank's labels are counted, rather than those of another rank of its pp and tp
-            groups.
-        after_update: functions to call after each optimizer step.
-        connect: function to call when parameters got new storage, for converters that refer to it.
+            is_loss_rank: whether this rank counts the labels that its pp and tp groups share.
+            after_update: functions to call after each optimizer step.
+            connect: function to call after parameters got new storage, for converters that refer to it.
     """
 
     def __init__(
@@ -57,24 +56,23 @@ class ModelParts(ABC):
         self.shards = shards
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters by clean names; every parameter of the model is on some rank."""
+        """Yield this rank's parameters with clean names; every parameter of the model is on some rank."""
         for model in self.models:
             for name, parameter in model.named_parameters():
                 yield clean_name(name), parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's buffers by clean names."""
+        """Yield this rank's buffers with clean names."""
         for model in self.models:
             for name, buffer in model.named_buffers():
                 yield clean_name(name), buffer
 
     def tied_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield additional parameters that are copies, by the names of their originals."""
+        """Yield the copies of tied parameters, by the names of their originals."""
         return iter(())
 
     def refresh_tied_copies(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-        """Set the tensors of ``copies`` to those of the same names in ``tensors``, on whichever rank they
-        are."""
+        """Set each tensor of ``copies`` to the tensor of the same name in ``tensors``, even across ranks."""
         assert not copies, "a whole model has no tied copies"
 
     def reset_float8_scales(self) -> None:
@@ -85,8 +83,8 @@ class ModelParts(ABC):
                     reset()
 
     def prepare(self, batch: MicroBatch, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on ``device``, with this rank's part of its sequences. Documents stay whole,
-        because attention needs all of them."""
+        """Return the micro-batch on ``device``, with this rank's shard of its sequences. Document ids are not
+        sharded, because attention needs all of them."""
         batch = {name: None if value is None else _to_device(value, device) for name, value in batch.items()}
         batch = self.objective.prepare(batch)
         if self.shards is None:
@@ -100,10 +98,10 @@ class ModelParts(ABC):
         return batch | {name: None if x is None else self.shards.shard(x) for name, x in fields.items()}
 
     def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Run forward and backward of a step's prepared micro-batches, with losses times ``scale``.
+        """Run forward and backward of a step's prepared micro-batches, with losses multiplied by ``scale``.
 
-        Gradients are summed over all ranks. Returns this rank's part of the sums of the loss and of
-        ``names``, without ``scale``: (1 + names,) fp64.
+        Gradients are summed over all ranks. Returns this rank's contribution to the unscaled sums of the loss
+        and of ``names``: (1 + names,) fp64.
         """
         stages = [model.block_sums for model in self.models]
         for sums in stages:
@@ -120,15 +118,16 @@ class ModelParts(ABC):
 
     @abstractmethod
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Implement :meth:`backward`. Returns only the sums of the objective."""
+        """Implement :meth:`backward`. Returns the sums of the objective only."""
 
     @abstractmethod
     def loss(self, batch: MicroBatch) -> Tensor:
-        """Return this rank's part of the objective's sums over a prepared batch, without gradients."""
+        """Return this rank's contribution to the objective's sums over a prepared batch, without
+        gradients."""
 
     def end_evaluation(self) -> None:
-        """Reshard after :meth:`loss`: units that wait for a backward would stay gathered in the compute
-        dtype, and a checkpoint would save these instead of the shards."""
+        """Reshard after :meth:`loss`. Units that expect a backward would stay gathered in the compute dtype,
+        and a checkpoint would save the gathered parameters instead of the shards."""
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -136,7 +135,7 @@ class ModelParts(ABC):
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy ``x`` to ``device`` without blocking, which CUDA does only from pinned memory."""
+    """Copy ``x`` to ``device`` without blocking; CUDA needs pinned memory for that."""
     return (x.pin_memory() if device.type == "cuda" and x.is_cpu else x).to(device, non_blocking=True)
 
 

@@ -1,7 +1,7 @@
-"""Rejection of a batch with a nonfinite loss or gradient, and its origin: found by a second forward pass with
-hooks on every module.
+"""Reject a batch with a nonfinite loss or gradient, and locate the origin by a second forward pass with hooks
+on every module.
 
-After the first collective a NaN is on all ranks. The origin is the rank that had it first: in the earliest
+After the first collective a NaN is on all ranks. The origin is the first occurrence: the earliest
 micro-batch, then the lowest layer, then the first module that ran.
 """
 
@@ -39,11 +39,11 @@ def reject_batch(
 ) -> None:
     """Reject a batch whose global ``loss`` or ``grad_norm`` is not finite or exceeds the limits of ``guard``.
 
-    The guard, if there is one, decides whether the run continues; ``local_loss`` is this rank's part of the
+    The guard, if any, decides whether the run continues; ``local_loss`` is this rank's contribution to the
     loss.
 
     Raises:
-        TrainingError: the run stops; the message has the origin, and is the same on all ranks.
+            TrainingError: the run stops; the message contains the origin and is the same on all ranks.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         assert guard is not None
@@ -76,7 +76,7 @@ def reject_batch(
 def nonfinite_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> list[str]:
-    """Return the names of parameters whose gradient shard on this rank has a NaN or an infinity."""
+    """Return the names of parameters whose local gradient shard contains a NaN or an infinity."""
     named = [(name, local(p.grad)) for name, p in named_parameters if p.grad is not None]
     named = [(name, gradient) for name, gradient in named if gradient.numel()]
     if not named:
@@ -87,7 +87,7 @@ def nonfinite_parameters(
 
 
 def _names_by_rank(names: Sequence[str]) -> str:
-    """Gather the ``names`` of all ranks into a message, the same on all ranks."""
+    """Gather the ``names`` of all ranks and format them; the message is the same on all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, list(names))
     return "; ".join(f"rank {rank}: {first_few(some, 3)}" for rank, some in enumerate(gathered) if some)
@@ -95,7 +95,7 @@ def _names_by_rank(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first nonfinite value of a rank: ``what`` contains it, and ``when`` it occurred, to compare
+    """The first nonfinite value on a rank: ``what`` contains it, and ``when`` orders findings across
     ranks."""
 
     rank: int
@@ -124,7 +124,7 @@ class _FirstNonfinite:
 
     def _hook(self, name: str) -> Any:
         words = name.split(".")
-        # The embedding runs before the layers, the norm and the head after them.
+        # The embedding runs before the layers; the norm and the head run after them.
         layer = int(words[1]) if words[0] == "layers" else -1 if words[0] == "tok_embeddings" else 1 << 30
 
         def check(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -158,10 +158,9 @@ def _finite(values: Any) -> bool:
 
 @torch.no_grad()
 def origins(model_parts: ModelParts, batches: Sequence[MicroBatch]) -> list[Finding]:
-    """Return nonfinite parameters, or else the first findings in each data-parallel rank's part of the batch.
+    """Return nonfinite parameters if there are any, else the first finding of each data-parallel rank.
 
-    The list is the same on all ranks, and empty if this forward pass is finite. Compiled blocks run in eager
-    mode.
+    The list is the same on all ranks, and empty if this forward pass is finite. Compiled blocks run eagerly.
     """
     if found := _gather_findings(_nonfinite_parameter(model_parts)):
         return found

@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from toolkit.loss import IGNORED_LABEL
 
 MicroBatch = dict[str, Tensor | None]
-"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S), or None; ``weights`` (B, S) for
-weighted tokens; and the fields of an objective."""
+"""``tokens``, ``labels`` (B, S); ``positions`` and ``documents`` (B, S) or None; ``weights`` (B, S) if tokens
+are weighted; and the fields of an objective."""
 
 
 def count_valid(batches: Iterable[MicroBatch]) -> Tensor:
-    """Count the labels of these micro-batches that are not ignored. Returns an int64 scalar on their
-    device."""
+    """Count the valid labels of the micro-batches. Returns an int64 scalar on their device."""
     counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]  # type: ignore[union-attr]
     return torch.stack(counts).sum()
 
 
 def divisor(count: Tensor) -> Tensor:
-    """Return the divisor of a batch's sums; 1 if nothing counts, so that loss and gradient are 0, not 0/0."""
+    """Return the divisor of a batch's sums; 1 if the count is 0, so that loss and gradient are 0, not 0/0."""
     return torch.where(count > 0, count, 1)
 
 
@@ -31,9 +30,9 @@ class Objective:
 
     Attributes:
         reduction: the head's reduction of token losses, "sum" or "none".
-        names: metrics that are logged in addition to the loss.
-        fields: fields that it adds to a micro-batch, with one row per sample.
-        token_fields: those of them with one column per token.
+            names: metrics logged in addition to the loss.
+            fields: fields added to a micro-batch, with one row per sample.
+            token_fields: the subset of ``fields`` with one column per token.
     """
 
     reduction = "sum"
@@ -48,17 +47,17 @@ class Objective:
     def with_reference(
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> MicroBatch:
-        """Add the results of the reference model, if there is one, to the prepared micro-batch; ``forward``
-        runs a micro-batch through ``models``."""
+        """Add the reference model's results, if there is one, to the prepared micro-batch. ``forward`` runs a
+        micro-batch through ``models``."""
         return batch
 
     def count(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Return this rank's part of the divisor of the mean over these micro-batches."""
+        """Return this rank's contribution to the divisor of the mean over the micro-batches."""
         return count_valid(batches)
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the summed loss with its gradient, and this rank's part of the sums of loss and metrics:
-        (1 + names,) fp64."""
+        """Return the summed loss with its gradient, and this rank's contribution to the sums of loss and
+        metrics: (1 + names,) fp64."""
         return output, output.detach().double()[None]
 
 

@@ -1,4 +1,7 @@
-"""The order in which parallelism techniques are applied to a model on the meta device."""
+"""The order in which parallelism techniques are applied to a model on the meta device.
+
+A technique modifies or wraps modules in place; only compile replaces a module's forward.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,9 @@ def parallelize(
     ring: bool = False,
     pareto_folder: Path | None = None,
 ) -> None:
-    """Parallelize ``model``, or a pipeline stage of it, in place. ``fully_shard`` is applied even on one
-    rank.
+    """Parallelize ``model``, or a pipeline stage of it, in place. ``fully_shard`` applies even on one rank.
 
-    ``shards`` None means that sequences are not split; ``ring`` uses ring attention.
+    If ``shards`` is None, sequences are not split; ``ring`` selects ring attention.
     """
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel

@@ -1,14 +1,14 @@
-"""Pipeline parallelism: blocks in stages over ranks, run by torch's schedules.
+"""Pipeline parallelism: blocks are assigned to stages on different ranks and run by torch's schedules.
 
 All micro-batches of a step, including gradient accumulation, go through one run of the schedule, because each
-run reduces gradients once at its end. Stages have static shapes: the first takes tokens (b, S), the others
-hidden states (b, S, D), with S split by tensor parallelism; the last returns the loss of its micro-batch,
-from which the objective is computed. Every stage gets positions, documents and labels, which all ranks of a
-pipeline read.
+run reduces gradients once, at its end. Stages have static shapes: the first takes tokens (b, S), the others
+hidden states (b, S, D), with S sharded by tensor parallelism; the last returns the loss of its micro-batch,
+from which the objective is computed. All ranks of a pipeline read positions, documents and labels and pass
+them to every stage.
 
-A tied head is on another stage than the embedding: it is a copy with the same initial weights, and the
-gradients of both are summed, so that both get the same updates. The two ranks add in different orders with
-the same result, bit for bit, because addition of two values is commutative.
+If the head is tied and on another stage than the embedding, it is a copy with the same initial weights. The
+two gradients are summed, so that both get the same updates. The two ranks add in different orders, but the
+result is bitwise equal, because addition of two values is commutative.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TIED = "tok_embeddings.weight"
 
 
 def keep_stage(model: Decoder, modules: Sequence[str]) -> None:
-    """Remove all modules but those of a stage from ``model``, on the meta device, in place.
+    """Remove all modules but a stage's ``modules`` from ``model``, on the meta device, in place.
 
-    A tied head without the embedding gets a weight, the copy.
+    A tied head without the embedding gets its own weight, the copy.
     """
     if "tok_embeddings" not in modules:
         if model.args.tie_embeddings and model.output is not None:
@@ -54,12 +54,12 @@ def keep_stage(model: Decoder, modules: Sequence[str]) -> None:
 
 
 class Pipeline(ModelParts):
-    """Pipeline stages of this rank.
+    """The pipeline stages on this rank.
 
     Args:
-        models: this rank's stages, in the order of its entry in ``stages_of_ranks``.
+            models: this rank's stages, in the order of its entry in ``stages_of_ranks``.
         stages_of_ranks: the stages of each rank.
-        schedule: name of torch's schedule; ``csv`` is a file with a custom one in its place.
+            schedule: name of torch's schedule; ``csv`` is a file with a custom schedule to use instead.
         micro_batch: samples per micro-batch.
     """
 
@@ -89,9 +89,9 @@ class Pipeline(ModelParts):
         self.owner = {stage: rank for rank, stages in enumerate(stages_of_ranks) for stage in stages}
         self.stages = dict(zip(stages_of_ranks[self.rank], models, strict=True))
         self.last = len(self.owner) - 1
-        # The ranks of a tp group have the same loss, so one of them counts.
+        # The ranks of a tp group have the same loss, so only one of them counts.
         self.is_loss_rank = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
-        self.schedule: Any = None  # built in the first step, when shapes are known
+        self.schedule: Any = None  # built in the first step, when the shapes are known
         self._scale = torch.ones((), dtype=torch.float64, device=device)
         self._total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
         self._fields: MicroBatch = {}
@@ -158,7 +158,7 @@ class Pipeline(ModelParts):
         assert tokens is not None and labels is not None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        if len(positions) < len(tokens):  # one row for all rows of a micro-batch
+        if len(positions) < len(tokens):  # one row, shared by all rows of a micro-batch
             positions = positions[:1].expand_as(tokens)
         return tokens, positions, _concat(batches, "documents"), labels
 
@@ -204,10 +204,10 @@ class Pipeline(ModelParts):
         return schedule(stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages, **options)
 
     def _load_schedule(self, csv: Path, schedule: Any, stages: Sequence[PipelineStage], count: int) -> Any:
-        """Load a schedule from a file, which torch validates.
+        """Load a schedule from a file; torch validates it.
 
         Raises:
-            ConfigError: it is not a schedule of these stages and micro-batches; raised on every rank.
+            ConfigError: the file is not a schedule for these stages and micro-batches; raised on every rank.
         """
         # The file may assign stages in a V, unlike torch's default.
         for each in (schedule, *stages):
@@ -215,7 +215,7 @@ class Pipeline(ModelParts):
         try:
             load_schedule(schedule, str(csv))
             problem = "it assigns other stages to the ranks"
-        except Exception as error:  # torch raises nearly anything for a malformed file
+        except Exception as error:  # torch raises almost any exception for a malformed file
             problem = f"torch rejects it: {str(error).partition(chr(10))[0]}"
         else:
             if schedule.stage_index_to_group_rank == self.owner:
@@ -226,13 +226,13 @@ class Pipeline(ModelParts):
         raise ConfigError(Problem(problem, fix, key, str(csv)))
 
     def _scaled_loss(self, output: Tensor, rows: Tensor) -> Tensor:
-        """Return the loss of a micro-batch; ``rows`` are its rows among those of the step."""
+        """Return the scaled loss of a micro-batch; ``rows`` are its row indices within the step."""
         loss, sums = self.objective(output, {name: _rows(x, rows) for name, x in self._fields.items()})
         self._total += sums
         return loss * self._scale.to(loss.dtype)
 
     def _add_tied_gradients(self) -> None:
-        """Set the gradients of the embedding and its copy to their sum."""
+        """Set the gradients of the tied embedding and of its copy to their sum."""
         if not self.args.tie_embeddings:
             return
         first, last = self.owner[0], self.owner[self.last]
@@ -267,8 +267,8 @@ class Pipeline(ModelParts):
         return self.objective(output, batch)[1] * self.is_loss_rank
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:
-        """Run ``batch``, of any shape, through all stages in turn. Returns the output on the last stage's
-        rank."""
+        """Run ``batch``, of any shape, through all stages in turn. Returns the output on the rank of the last
+        stage."""
         tokens, positions, documents, labels = self._inputs([batch])
         hidden = tokens
         for index, model in self.stages.items():

@@ -1,5 +1,5 @@
-"""Split of the model into pipeline stages, their assignment to ranks, and properties of schedules. Imports no
-torch."""
+"""Splitting of the model into pipeline stages, their assignment to ranks, and properties of schedules.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from toolkit.config.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class Schedule:
-    """Requirements of a pipeline schedule.
+    """The properties and requirements of a pipeline schedule.
 
     Attributes:
-        stages: number of stages per rank; the minimum if ``more`` are possible.
-        v_shaped: rank r has the r-th stage and the r-th from the end.
-        split_backward: computes weight gradients separately from input gradients.
-        needs: requirement on the number of micro-batches: at least the number of "stages", or a multiple of
-            the number of "rounds" of about one micro-batch per rank.
+            stages: number of stages per rank, or the minimum if ``more`` are possible.
+            v_shaped: rank r has the r-th stage from the start and the r-th from the end.
+            split_backward: weight gradients are computed separately from input gradients.
+            needs: requirement on the number of micro-batches: at least the number of "stages", or a multiple
+                of the number of "rounds" of about one micro-batch per rank.
     """
 
     stages: int = 1
@@ -29,12 +29,13 @@ class Schedule:
     needs: Literal["", "stages", "rounds"] = ""
 
     def supports_stages(self, count: int, pp: int) -> bool:
-        """Return whether it can run ``count`` stages on ``pp`` ranks."""
+        """Return whether the schedule supports ``count`` stages on ``pp`` ranks."""
         each, rest = divmod(count, pp)
         return rest == 0 and (each >= self.stages if self.more else each == self.stages)
 
     def supports_micro_batches(self, count: int, *, stages: int, pp: int) -> bool:
-        """Return whether it can run ``count`` micro-batches per step through ``stages`` on ``pp`` ranks."""
+        """Return whether the schedule supports ``count`` micro-batches per step, for ``stages`` on ``pp``
+        ranks."""
         if self.needs == "stages":
             return count >= stages
         return self.needs == "" or count % max(1, count // pp) == 0
@@ -52,8 +53,8 @@ SCHEDULES = {
 """torch's pipeline schedules by name."""
 
 BASES = {"PipelineScheduleSingle": Schedule(), "PipelineScheduleMulti": Schedule(2, more=True)}
-"""torch's base classes for schedules from a file with one and with several stages per rank, as torchtitan
-names them with ``pipeline_parallel_schedule_csv``."""
+"""torch's base classes for schedules from a file, with one and with several stages per rank, by the names
+that torchtitan accepts with ``pipeline_parallel_schedule_csv``."""
 
 
 def schedule_of(parallelism: Parallelism) -> Schedule:
@@ -62,7 +63,7 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
 
 
 def may_split_backward(parallelism: Parallelism) -> bool:
-    """Return whether the schedule may split backwards into two halves; one from a file may."""
+    """Return whether the schedule may split backward into input and weight gradients; one from a file may."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     return schedule_of(parallelism).split_backward or bool(parallelism.pipeline_parallel_schedule_csv)
@@ -77,16 +78,16 @@ def stage_count(
     first_less: int,
     last_less: int,
 ) -> int:
-    """Return the total number of stages. The embedding counts as ``first_less`` layers, the head as
-    ``last_less``."""
+    """Return the total number of stages. ``first_less`` and ``last_less`` are the cost of the embedding and
+    of the head, in layers."""
     if layers_per_stage is None:
         return pp * schedule.stages
     return -(-(n_layers + first_less + last_less) // layers_per_stage)
 
 
 def stage_modules(n_layers: int, stages: int, *, first_less: int, last_less: int) -> list[list[str]]:
-    """Return the module names of each stage, with layers distributed evenly and the remainder on the first
-    stages.
+    """Return the module names of each stage; layers are distributed evenly, and the first stages take the
+    remainder.
 
     A stage may get only the embedding or the head; :func:`is_valid_split` checks the result.
     """
@@ -111,12 +112,12 @@ def stages_of_ranks(stages: int, pp: int, schedule: Schedule) -> list[list[int]]
 
 
 def module_names(n_layers: int) -> list[str]:
-    """Return the names of all modules that stages can contain, in forward order."""
+    """Return the names of all modules that a stage can contain, in forward order."""
     return ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), "norm", "output"]
 
 
 def is_valid_split(modules: list[list[str]], n_layers: int) -> bool:
-    """Return whether every stage has a module, and all stages together have every module once, in order."""
+    """Return whether every stage has a module and every module is in exactly one stage, in order."""
     return all(modules) and [name for stage in modules for name in stage] == module_names(n_layers)
 
 
@@ -130,7 +131,7 @@ class Stages:
 
 @functools.lru_cache(maxsize=256)
 def _even_stages(n_layers: int, stages: int, first_less: int, last_less: int) -> list[list[str]]:
-    # Cached, because a layout search asks for the same few thousands of times.
+    # Cached, because a layout search requests the same few thousands of times.
     return stage_modules(n_layers, stages, first_less=first_less, last_less=last_less)
 
 
@@ -150,8 +151,8 @@ def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
 
 
 def bubble(name: str, micro_batches: int, *, stages: int, pp: int) -> float:
-    """Return the fraction of step time that ranks idle, if forward, input gradients and weight gradients of a
-    stage take one unit of time each, and communication none."""
+    """Return the fraction of step time that ranks idle, assuming that forward, input gradients and weight
+    gradients of a stage each take one unit of time, and communication none."""
     each, ends = stages // pp, pp - 1
     short = max(0, pp - micro_batches)
     work = 3 * each * micro_batches

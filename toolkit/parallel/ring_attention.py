@@ -1,15 +1,15 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values rotate from rank to rank.
 
-In each of cp steps a rank sends its current keys and values to the next rank and attends to them meanwhile;
-partial results are combined through their log-sum-exps. In backward keys and values rotate again, together
-with their gradients. A rank stores its own keys and values and those in flight, never all, and saves only its
-own for backward; in return it sends them twice, and launches one kernel per pair of chunks.
+In each of cp steps a rank sends its current keys and values to the next rank and attends to them meanwhile.
+Partial results are combined by their log-sum-exps. In backward, keys and values rotate again, together with
+their gradients. A rank stores only its own keys and values and those in flight, and saves only its own for
+backward. In return, it sends them twice, and launches one kernel per pair of chunks.
 
-The kernel must return its log-sum-exp, and accept one in backward: torch's flash attention. On CPU it
-supports a mask, for documents and windows; on CUDA it has none, and computes in 16 bits. Chunks outside the
+The kernel must return its log-sum-exp and accept one in backward, as torch's flash attention does. On CPU it
+supports a mask, for documents and windows; on CUDA it has no mask and computes in 16 bits. Chunks outside the
 window are skipped.
 
-Shapes: B batch, S a rank's part of the sequence, P a chunk of it, H heads, K key/value heads, E head dim.
+Shapes: B batch, S this rank's shard of the sequence, P a chunk of it, H heads, K key/value heads, E head dim.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from toolkit.models.common.attention import AttentionBackend
 from toolkit.parallel.sequence_shards import SequenceShards
 
 _MASKED_SCORE = -1e30
-"""Bias of masked scores. Finite, so that a query with no visible key in a chunk gets a finite partial result,
-which has no weight in the combination."""
+"""Bias of masked scores. It is finite, so that a query without visible keys in a chunk gets a finite partial
+result, which has no weight in the combination."""
 
 
 class RingAttention(AttentionBackend):
@@ -48,7 +48,7 @@ class RingAttention(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
-        """Return ``documents_BS`` of full sequences, from which each pair of chunks builds its mask."""
+        """Return the full sequences' ``documents_BS``, from which each pair of chunks builds its mask."""
         if documents_BS is not None and device.type == "cuda":
             raise ValueError("the flash kernel supports no mask: documents would attend to one another")
         if self.reach(length * self.shards.size) and device.type == "cuda":
@@ -110,7 +110,7 @@ class _Ring(torch.autograd.Function):
                 for total, gradient in zip(totals, partial, strict=True):
                     total += gradient
             kv = _receive(incoming, kv)
-            # After the last step the gradients are back on their own rank.
+            # After the last step the gradients are back on the rank of their keys and values.
             grad_kv = _receive(_send_to_next(grad_kv, shards, group), grad_kv)
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
@@ -119,8 +119,8 @@ class _Ring(torch.autograd.Function):
 def _visible_chunks(
     shards: SequenceShards, step: int, size: int, window: int | None
 ) -> list[tuple[int, int, int, int]]:
-    """Return the pairs of this rank's chunks of queries and the chunks of keys present at ``step`` that are
-    not entirely masked: their indices on the rank, then in the sequence. Chunks have ``size`` tokens."""
+    """Return the pairs of this rank's query chunks and the key chunks present at ``step`` that are not fully
+    masked: chunk indices on the rank, then in the sequence. Chunks have ``size`` tokens."""
     mine, theirs = shards.of(shards.rank), shards.of((shards.rank - step) % shards.size)
     return [
         (i, j, one, other)
@@ -134,9 +134,9 @@ def _mask(
     documents: Tensor | None, shards: SequenceShards, one: int, other: int, q: Tensor, window: int | None
 ) -> Tensor | None:
     """Build the additive mask (B or 1, 1, P, P) of documents and window for the queries ``q`` (B, H, P, E) of
-    chunk ``one`` and the keys of chunk ``other``; None if causality alone suffices."""
+    chunk ``one`` and the keys of chunk ``other``; None if causal masking suffices."""
     size = q.shape[2]
-    after = (one - other) * size  # tokens from the first key to the first query
+    after = (one - other) * size  # distance in tokens from the first key to the first query
     if window is not None and after + size <= window:
         window = None
     if documents is None and window is None:
@@ -170,7 +170,7 @@ def _receive(incoming: Tensor, like: Tensor) -> Tensor:
 
 
 def _combine(sums: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Combine partial results and log-sum-exps (B, H, P) to those of the softmax over the keys of both."""
+    """Combine two partial results, and log-sum-exps (B, H, P), into the softmax over the keys of both."""
     out, lse = new
     if sums is None:
         return out.to(lse.dtype), lse
@@ -181,7 +181,7 @@ def _combine(sums: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the result (B, H, P, E) and its log-sum-exp (B, H, P). A mask includes causality."""
+    """Return the result (B, H, P, E) and its log-sum-exp (B, H, P). ``mask`` includes causal masking."""
     if q.is_cuda:
         return flash_attention(q, k, v, 0.0, causal)[:2]
     group = q.shape[1] // k.shape[1]
@@ -193,12 +193,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) 
 def _attend_backward(
     queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return these keys' part of the gradients of q, k and v. ``queries`` are q, the result and log-sum-exp
-    over all keys, and the gradient of the result."""
+    """Return the contribution of these keys to the gradients of q, k and v. ``queries`` are q, the result and
+    log-sum-exp over all keys, and the gradient of the result."""
     q, out, lse, grad = queries
     if q.is_cuda:
         sizes = (None, None, q.shape[2], k.shape[2])
-        # The RNG state of dropout, which is not used.
+        # Placeholder RNG state for dropout, which is off.
         random = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
         return flash_attention_backward(grad, q, k, v, out, lse.contiguous(), *sizes, 0.0, causal, *random)
     group = q.shape[1] // k.shape[1]

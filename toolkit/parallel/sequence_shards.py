@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Assignment of the chunks of a sequence to ``size`` ranks; this is ``rank``."""
+    """Assignment of a sequence's chunks to ``size`` ranks, as seen by ``rank``."""
 
     rank: int
     size: int
@@ -18,7 +18,7 @@ class SequenceShards:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of a sequence, which must divide its length."""
+        """Number of chunks per sequence; it must divide the sequence length."""
         return self.size * 2 if self.balanced else self.size
 
     def of(self, rank: int) -> list[int]:

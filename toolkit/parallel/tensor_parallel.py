@@ -1,14 +1,14 @@
-"""Tensor parallelism: matrices sharded over ranks, hidden states between blocks sharded by sequence.
+"""Tensor parallelism: weight matrices sharded over ranks, hidden states between blocks sharded by sequence.
 
 A parameter becomes a DTensor over the tp mesh, so that FSDP, checkpoints and initialization know which shard
 a rank has. The forward of its module reads the local shard as a plain tensor, and hooks around it communicate
 (Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198): hidden states
 are gathered along the sequence before attention, feed-forward and head, and the outputs of row-wise layers
 are reduce-scattered along the sequence. This avoids the cost of DTensor's dispatch in every operator.
-Generation decodes one token at a time, so it does not split sequences: nothing is gathered, and outputs are
+Generation decodes one token at a time, so sequences are not split: nothing is gathered, and outputs are
 all-reduced.
 
-Each row of a family's parameter table has a style of :data:`STYLES` for its module.
+Each row of a family's parameter table assigns a style of :data:`STYLES` to its module.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from toolkit.parallel.autograd_collectives import all_reduce, gather, reduce_sca
 from toolkit.parallel.vocabulary_parallel import vocabulary_parallel_losses
 
 SEQUENCE = 1
-"""The dimension of hidden states (B, S, D) that is split between blocks."""
+"""Dimension of the hidden states (B, S, D) that is sharded between blocks."""
 
 
 @dataclass(frozen=True)
 class HiddenLayout:
-    """Layout of hidden states between blocks on the ranks of ``group``: split along the sequence, or, without
-    ``split``, replicated."""
+    """Layout of hidden states between blocks on the ranks of ``group``: sharded along the sequence, or
+    replicated if ``split`` is False."""
 
     group: dist.ProcessGroup
     split: bool
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the full sequences of hidden states in this layout."""
+        """Return the full sequences from hidden states in this layout."""
         return gather(x, SEQUENCE, self.group) if self.split else x
 
     def reduce(self, x: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ def apply_tensor_parallel(
     """Shard the modules of ``model``, on the meta device, in place.
 
     ``plan`` has styles by module name; modules added by fine-tuning have their own style. Without
-    ``split_sequence``, sequences may have any length, but there is no backward. Without ``loss_parallel``,
-    logits are gathered before the loss.
+    ``split_sequence``, sequences may have any length, but backward is not supported. Without
+    ``loss_parallel``, logits are gathered before the loss.
 
     Raises:
-        ValueError: a sharded dimension is not divisible by the mesh size, or a parameter is in no module of
+        ValueError: a sharded dimension is not divisible by the mesh size, or a parameter's module is not in
             the plan, so that its gradient would not be reduced.
     """
     layout = HiddenLayout(mesh.get_group(), split_sequence)
@@ -88,15 +88,15 @@ def apply_tensor_parallel(
 
 
 def local_shard(weight: Tensor, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's shard of ``weight``, differentiably. ``gradient`` is the placement of the gradient,
-    by default that of ``weight``."""
+    """Return this rank's shard of ``weight``, differentiably. ``gradient`` is the placement of its gradient,
+    by default the placement of ``weight``."""
     assert isinstance(weight, DTensor)
     return weight.to_local(grad_placements=[gradient] if gradient else None)
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """DTensor placement of a parameter, and of its gradient if that differs."""
+    """DTensor placement of a parameter, and of its gradient if it differs."""
 
     placement: Placement
     gradient: Placement | None = None
@@ -105,12 +105,12 @@ class ParameterPlacement:
 COLUMN = ParameterPlacement(Shard(0))
 ROW = ParameterPlacement(Shard(1))
 REPLICATED = ParameterPlacement(Replicate(), Partial())
-"""Each rank has the full parameter, and a partial sum of its gradient."""
+"""Placement of a replicated parameter whose gradient is a partial sum on each rank."""
 _PLACEMENTS = {"column": COLUMN, "row": ROW, "whole": REPLICATED}
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
-    """Make the parameters of ``module`` DTensors, by name; its forward reads them as local shards."""
+    """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards."""
     gradients: dict[str, Placement | None] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = placements[name].placement
@@ -126,10 +126,10 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlac
         module.inside = False  # type: ignore[assignment]
 
 
-@cache  # one class for all layers, so that torch.compile uses one graph for them
+@cache  # one class for all layers, so that they share one graph of torch.compile
 def _local_view_class(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
-    """Return a subclass of a module's class whose parameters are local shards inside its forward, and
-    DTensors outside, for FSDP and checkpoints."""
+    """Return a subclass of ``kind`` whose parameters are local shards inside forward, and DTensors outside,
+    for FSDP and checkpoints."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch 2.11 cannot mutate attributes inside a checkpointed region
@@ -151,13 +151,13 @@ def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
 
 
 def _adapter_placements(module: nn.Module, style: str) -> dict[str, ParameterPlacement]:
-    """Return the placements that ``module`` declares for parameters added by fine-tuning."""
+    """Return the placements that ``module`` declares for its parameters added by fine-tuning."""
     declared = getattr(module, "tensor_placements", {}).get(style, {})
     return {name: _PLACEMENTS[placement] for name, placement in declared.items()}
 
 
 def _adapter(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Distribute a module of fine-tuning by the placements that it declares."""
+    """Distribute a module added by fine-tuning, with the placements that it declares."""
     _distribute(module, mesh, **_adapter_placements(module, "adapter"))
 
 
@@ -175,12 +175,13 @@ def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Replicate the parameters of a module that computes on this rank's part of the sequence or the heads."""
+    """Replicate the parameters of a module that computes on this rank's shard of the sequence or the
+    heads."""
     _distribute(module, mesh, **{name: REPLICATED for name, _ in module.named_parameters(recurse=False)})
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Gather the module's input along the sequence, once for all its layers."""
+    """Gather the module's input along the sequence once, for all its layers."""
     kind: Any = type(module)
     compat.become(module, _gather_input_class(kind))
     module.layout, module.recompute_gather = layout, False  # type: ignore[assignment]
@@ -188,17 +189,17 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> 
 
 @cache  # one class for all layers, as above
 def _gather_input_class(kind: Any) -> type:
-    """Return a subclass of a module's class whose forward gathers its input along the sequence."""
+    """Return a subclass of ``kind`` whose forward gathers its input along the sequence."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         layout: HiddenLayout = self.layout
         if not (self.recompute_gather and layout.split and torch.is_grad_enabled()):
             return kind.forward(self, layout.gather(x), *args, **kwargs)
-        if torch.compiler.is_compiling():  # recomputes what is marked so, the rest as it sees fit
+        if torch.compiler.is_compiling():  # the compiler recomputes marked operators and decides on the rest
             return kind.forward(self, checkpoint(layout.gather, x, use_reentrant=False), *args, **kwargs)
         gathered = _RegatheredInput(x, layout)
         with saved_tensors_hooks(gathered.pack, gathered.unpack):
-            # Referenced until forward ends, so that no other tensor gets its storage's id.
+            # Kept alive until forward ends, so that no other tensor gets its storage's id.
             full = gathered.gather_forward()
             return kind.forward(self, full, *args, **kwargs)
 
@@ -206,8 +207,8 @@ def _gather_input_class(kind: Any) -> type:
 
 
 def recompute_gathers(blocks: nn.ModuleDict) -> None:
-    """Save only the local shard of the gathered inputs of attention and feed-forward; backward gathers each
-    again, once for all matmuls that read it. A checkpointed block recomputes it anyway."""
+    """Save only the local shard of the gathered inputs of attention and feed-forward. Backward gathers each
+    input again, once for all matmuls that read it; a checkpointed block does this anyway."""
     for block in blocks.values():
         for module in [] if isinstance(block, CheckpointWrapper) else block.modules():
             if hasattr(module, "recompute_gather"):
@@ -215,7 +216,7 @@ def recompute_gathers(blocks: nn.ModuleDict) -> None:
 
 
 class _RegatheredInput:
-    """An input that is gathered in forward, and again in backward instead of being saved."""
+    """An input that is gathered in forward and, instead of being saved, again in backward."""
 
     def __init__(self, shard: Tensor, layout: HiddenLayout):
         self.shard, self.layout = shard, layout
@@ -226,11 +227,11 @@ class _RegatheredInput:
     def gather_forward(self) -> Tensor:
         full = self.layout.gather(self.shard)
         self.shard = self.shard.detach()
-        self.storage = id(full.untyped_storage())  # not the tensor, which would stay until backward
+        self.storage = id(full.untyped_storage())  # not the tensor, which would stay alive until backward
         return full
 
     def pack(self, saved: Tensor) -> Any:
-        """Save the geometry of the gathered tensor or of a view of it; other tensors as they are."""
+        """Save only the geometry of the gathered tensor or of a view of it; save other tensors unchanged."""
         if id(saved.untyped_storage()) != self.storage:
             return saved
         self.users += 1
@@ -250,8 +251,8 @@ class _RegatheredInput:
 
 
 def _embedding(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard the vocabulary: each rank looks up the tokens in its shard; the sum over ranks is in
-    ``layout``."""
+    """Shard the vocabulary: each rank looks up the tokens in its shard, and the results are summed over ranks
+    into ``layout``."""
     _distribute(module, mesh, weight=COLUMN)
     first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
     last = first + module.num_embeddings // mesh.size()
@@ -271,7 +272,7 @@ def _embedding(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 
 
 def _head(module: Any, mesh: DeviceMesh, layout: HiddenLayout, *, gathered: bool = False) -> None:
-    """Shard the vocabulary: the loss is computed on sharded logits, unless ``gathered``; without labels,
+    """Shard the vocabulary. The loss is computed on sharded logits unless ``gathered``; without labels,
     logits are gathered."""
     group = layout.group
     _distribute(module, mesh, weight=COLUMN)
@@ -298,12 +299,12 @@ def _gathered_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, group: 
 
 
 def _gather_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Compute and gather logits. All ranks compute the same from them, so gradients are not reduced."""
+    """Compute and gather logits. All ranks use them identically, so gradients are not reduced."""
     return _GatherLogits.apply(F.linear(h, weight_VD), group)
 
 
 def _classifier(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Replicate the head, which is small: each rank scores its part of the sequence."""
+    """Replicate the head, which is small: each rank scores its shard of the sequence."""
     for layer in (module, *module.hidden):
         _distribute(layer, mesh, weight=REPLICATED)
     group, rank = layout.group, mesh.get_local_rank()

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are sharded along the vocabulary over a tensor-parallel group."""
+"""Cross-entropy of logits sharded along the vocabulary over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolkit.loss import IGNORED_LABEL
 def vocabulary_parallel_losses(
     logits_TV: Tensor, labels_T: Tensor, *, first: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Compute :func:`~toolkit.loss.token_losses` of logits that are sharded over ``group``.
+    """Compute :func:`~toolkit.loss.token_losses` of logits sharded over ``group``.
 
-    This rank's shard begins at entry ``first``. The result is the same on every rank; each rank gets the
-    gradient of its shard. Three values per token are communicated instead of V.
+    This rank's shard begins at vocabulary entry ``first``. The result is the same on every rank; each rank
+    gets the gradient of its shard. Three values per token are communicated instead of V.
     """
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return _VocabularyParallelLosses.apply(logits_TV, labels_T, first, group)

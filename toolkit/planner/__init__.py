@@ -1,1 +1,1 @@
-"""Forecast a run without training: its memory, communication and step time, dry runs and layout search."""
+"""Forecasts without training: memory, communication and step time of a run, dry runs and layout search."""

@@ -1,7 +1,7 @@
 """Track the memory of a step: the live tensors at each moment, and their peak.
 
-Every storage that an operation allocates is recorded with its size, its purpose and the moment of the step.
-Memory that an operation frees before it returns is not seen. Works on real tensors and on those of
+Every storage allocated by an operation is recorded with its size, its purpose and the moment of the step.
+Memory that an operation frees before it returns is not seen. Works on real tensors and on the tensors of
 :mod:`toolkit.planner.fake_step`, which have sizes but no storage.
 """
 
@@ -24,7 +24,7 @@ from toolkit.distributed.dtensor import clean_name, local
 
 _FSDP = "/fsdp/_fully_shard/"
 _DEPTH = 30
-"""Python frames to search for those of FSDP, whose hooks are called through a few frames of torch."""
+"""Python frames to search for FSDP's, because torch calls its hooks through a few frames of its own."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class StepMemory:
 
     Attributes:
         peak: peak memory.
-        moment: when the peak occurs, such as "backward of layers.5".
-        parts: the peak by purpose: parameters, gradients, optimizer state, gathered parameters, reductions,
-            activations (saved for backward, or temporary), work of backward, work of the update.
+            moment: when the peak occurs, such as "backward of layers.5".
+            parts: the peak by purpose: parameters, gradients, optimizer state, gathered parameters,
+                reductions, activations (saved for backward, or temporary), workspace of backward, workspace
+                of the update.
         curve: the moments in order, each with its peak by purpose.
     """
 
@@ -53,7 +54,7 @@ class StepMemory:
 
 
 def fsdp_functions() -> Iterator[str]:
-    """Names of the running functions of FSDP, innermost first."""
+    """Yield the names of the running functions of FSDP, innermost first."""
     frame: Any = sys._getframe(1)
     for _ in range(_DEPTH):
         if frame is None:
@@ -64,11 +65,11 @@ def fsdp_functions() -> Iterator[str]:
 
 
 class Allocations(TorchDispatchMode):
-    """Tracks storages while it is entered; ``existing`` tensors by part count from the start."""
+    """Tracks storages inside its context; ``existing`` tensors, by part, count from the start."""
 
     def __init__(self, existing: dict[str, Iterable[Tensor]]):
         super().__init__()
-        self._parts: list[str] = []  # of each storage, in the order of allocation
+        self._parts: list[str] = []  # part of each storage, in the order of allocation
         self._events: list[tuple[int, int, str]] = []  # storage, change in bytes, moment
         self._sizes: dict[int, tuple[int, int]] = {}  # handle of a live storage → storage, bytes
         self.moment = "start"
@@ -78,7 +79,7 @@ class Allocations(TorchDispatchMode):
                 self._track(tensor, part)
 
     def label(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count these tensors as ``part``, whatever allocated them."""
+        """Count these tensors as ``part``, regardless of what allocated them."""
         for tensor in tensors:
             known = self._sizes.get(id(local(tensor).untyped_storage()))
             if known:
@@ -96,7 +97,7 @@ class Allocations(TorchDispatchMode):
     def __enter__(self) -> Allocations:
         self._undo = watch_resizes(
             self._track_storage
-        )  # FSDP frees storages by resizing, which dispatches no operation
+        )  # FSDP frees storages by resizing them, which dispatches no operation
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -135,11 +136,11 @@ class Allocations(TorchDispatchMode):
         return "work of the update" if self.moment == "update" else "activations"
 
     def live_bytes(self, parts: Iterable[str]) -> int:
-        """Current bytes of these parts."""
+        """Return the current bytes of these parts."""
         return sum(size for number, size in self._sizes.values() if self._parts[number] in parts)
 
     def peaks(self, parts: Iterable[str]) -> dict[str, int]:
-        """Peak bytes of these parts at each moment."""
+        """Return the peak bytes of these parts at each moment."""
         total = 0
         peaks: dict[str, int] = {}
         for number, change, moment in self._events:
@@ -170,8 +171,8 @@ class Allocations(TorchDispatchMode):
 
 
 def storage_tensor(tensor: Tensor) -> Tensor:
-    """The tensor with the storage: the local shard of a DTensor. Dispatches no operation, unlike
-    ``detach``."""
+    """Return the tensor that owns the storage: the local shard of a DTensor. Unlike ``detach``, this
+    dispatches no operation."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -182,7 +183,7 @@ def track_memory(
     state: Iterable[Tensor],
     make_tracker: Callable[[dict[str, Iterable[Tensor]]], Allocations] = Allocations,
 ) -> Iterator[Callable[..., StepMemory]]:
-    """Track the memory of the steps inside and yield a function that summarizes it. ``state`` is the
+    """Track the memory of steps inside the context and yield a function that summarizes it. ``state`` is the
     optimizer state, allocated before; ``make_tracker`` creates the tracker."""
     models = list(models)
     parameters = [parameter for model in models for parameter in model.parameters()]
@@ -213,8 +214,8 @@ def _modules_to_watch(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def _record_moments(module: nn.Module, name: str, tracker: Allocations) -> Iterator[None]:
-    """Record the moments of a module's forward, and of its backward, which begins at its output's
-    gradient."""
+    """Record the moments of a module's forward and backward; backward begins at the gradient of its
+    output."""
 
     def forward(*_: Any) -> None:
         if backward_task() == -1:

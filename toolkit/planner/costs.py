@@ -1,8 +1,8 @@
-"""Measure the costs of embedding, blocks and head: forward, backward and recomputation.
+"""Measure the costs of the embedding, the blocks and the head: forward, backward and recomputation.
 
-A fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on as many ranks as tensor and
-context parallelism have, records them. The first block counts separately, because nothing before it may be
-trained. The costs for any depth, pipeline and data-parallel degree follow from these.
+They are recorded in a fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on tp × cp
+ranks. The first block is measured separately, because possibly nothing before it is trained. The costs for
+any depth, pipeline and data-parallel degree follow from these.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def costs(
     checkpointed: bool,
     param_dtype: torch.dtype,
 ) -> Costs:
-    """Costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, measured once per case.
+    """Return the costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, cached per case.
 
-    Blocks are ``checkpointed`` as configured, or not at all; embedding and head are measured without. Nothing
-    is compiled, and attention is SDPA. Must be called without a process group.
+    If ``checkpointed``, blocks are checkpointed as configured; embedding and head never are. Nothing is
+    compiled, and attention is SDPA. Must be called without a process group.
 
     Raises:
         ConfigError: only some of the blocks are trained.
@@ -58,8 +58,8 @@ def costs(
 
 
 def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
-    """Check that the same parameters are trained in every block, so that two blocks represent all. The small
-    LLaMA-Adapter is exempt.
+    """Check that the same parameters are trained in every block, so that two blocks represent all.
+    LLaMA-Adapter is exempt because it is small.
 
     Raises:
         ConfigError: they differ; the message names the key.
@@ -80,7 +80,7 @@ def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
 
 
 def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
-    """Indices of the checkpointed ones among the ``blocks`` of a model or stage."""
+    """Return the indices of the checkpointed blocks among the ``blocks`` of a model or stage."""
     if options.mode == "none":
         return range(0)
     by_stride = options.mode == "selective" and not options.by_operator
@@ -90,7 +90,7 @@ def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
 def _probe_config(
     config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, checkpointed: bool
 ) -> Config:
-    """A config of one micro-batch whose modules have the same costs as those of ``config``."""
+    """Return a config of one micro-batch whose modules have the same costs as those of ``config``."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     kept: dict[str, Any] = {
         name: getattr(parallelism, name)
@@ -107,7 +107,7 @@ def _probe_config(
     else:
         option = checkpointing.selective_ac_option if checkpointed and checkpointing.by_operator else "1"
     sizes = {"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
-    if mode != "none":  # only blocks are measured, and a head without chunks takes half the time
+    if mode != "none":  # only blocks are measured, and an unchunked head takes half the time
         sizes["loss_chunk_tokens"] = 0
     return config.model_copy(
         update={

@@ -3,10 +3,10 @@ GPU.
 
     NGPU=16384 ./run_train.sh --comm.mode fake_backend --job.config_file FILE
 
-Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks:
-those in LOG_RANK, by default the first rank of each different pipeline stage, which has the largest shards. A
-step on tensors without storage gives the peak memory. Neither corpus nor checkpoint is read; a note reports a
-missing or unusable one.
+Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks. They
+are the ranks in LOG_RANK, by default the first rank of each different pipeline stage, which has the largest
+shards. A step on tensors without storage gives the peak memory. Neither corpus nor checkpoint is read; a
+missing or unusable one is reported in a note.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.planner.work import BYTES
 from toolkit.preflight.planned_run import PlannedRun
 
-if TYPE_CHECKING:  # these import torch, and a mistake is reported before that
+if TYPE_CHECKING:  # these import torch, and mistakes are reported before that
     from toolkit.planner.allocations import StepMemory
     from toolkit.planner.memory import ParameterShard, RankState
     from toolkit.planner.traffic import Exchange
@@ -42,7 +42,7 @@ _MODEL_RULES = ("architecture_readable", "tokenizer_readable", "weights_readable
 
 
 def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> int:
-    """Check and describe the run of ``config``, read from ``argv``, and of the launch variables.
+    """Check and describe the run of ``config``, which was read from ``argv``, and of the launch variables.
 
     Raises:
         ConfigError: the configuration is invalid.
@@ -77,7 +77,7 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
 
 
 def checked_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
-    """Return :func:`plan_run` if its configuration is valid; raises as :func:`dry_run` does."""
+    """Return :func:`plan_run` if its configuration is valid; otherwise raise as :func:`dry_run` does."""
     run = plan_run(config, environ, argv)
     only = required_rules(run)
     preflight.raise_problems(run.config, world_size=run.world_size, hardware=run.hardware, only=only)
@@ -85,7 +85,7 @@ def checked_run(config: Config, environ: Mapping[str, str], argv: Sequence[str])
 
 
 def plan_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
-    """The run on all nodes; with elastic meshes, on the largest one."""
+    """Return the run on all nodes; with elastic meshes, on the largest mesh."""
     device = config.training.device
     ranks, (least, most) = world_size(environ, device), node_range(environ)
     if config.parallelism.elastic_meshes and least < most:
@@ -97,8 +97,8 @@ def plan_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) ->
 
 
 def required_rules(run: PlannedRun) -> list[str]:
-    """Names of the rules that a dry run needs: those of the config, and those about the files that define the
-    model, if only they do."""
+    """Return the names of the rules that a dry run needs: rules about the config and, if they alone define
+    the model, about the model's files."""
     names = [it.check.__name__ for it in preflight.rules_of(run) if it.error is ConfigError]
     try:
         unknown = run.model is None or (needs_tokenizer(run.config) and run.vocabulary is None)
@@ -108,7 +108,8 @@ def required_rules(run: PlannedRun) -> list[str]:
 
 
 def world_size(environ: Mapping[str, str], device: str) -> int:
-    """NGPU × NNODES as in a launch, else WORLD_SIZE as under torchrun, else the devices of this machine."""
+    """Return NGPU × NNODES as in a launch, else WORLD_SIZE as under torchrun, else this machine's device
+    count."""
     local, most = detect(device).count, MAX_RANKS
     if environ.get("NGPU") or environ.get("NNODES"):
         return whole_number(environ, "NGPU", local, 1, most) * node_range(environ)[1]
@@ -116,8 +117,8 @@ def world_size(environ: Mapping[str, str], device: str) -> int:
 
 
 def target(environ: Mapping[str, str], device: str) -> Hardware:
-    """The hardware to plan for: the GPUs of this machine, or unknown ones if there are none; the CPU if that
-    is the ``device``, or if an empty CUDA_VISIBLE_DEVICES hides the GPUs."""
+    """Return the hardware to plan for: this machine's GPUs, or unknown ones if there are none; the CPU if
+    ``device`` selects it, or if an empty CUDA_VISIBLE_DEVICES hides the GPUs."""
     local = detect(device)
     if device == "cpu" or local.device == "cuda" or "CUDA_VISIBLE_DEVICES" in environ:
         return local
@@ -129,7 +130,7 @@ def target(environ: Mapping[str, str], device: str) -> Hardware:
 
 
 def strides(layout: ParallelDims) -> dict[str, int]:
-    """Difference in rank between neighbors in each dimension, outermost first."""
+    """Return the rank difference between neighbors in each dimension, outermost first."""
     result, stride = {}, 1
     for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
         result[name] = stride
@@ -138,7 +139,7 @@ def strides(layout: ParallelDims) -> dict[str, int]:
 
 
 def coordinates(layout: ParallelDims, rank: int) -> dict[str, int]:
-    """Coordinates of ``rank`` in each dimension."""
+    """Return the coordinates of ``rank`` in each dimension."""
     return {name: rank // stride % getattr(layout, name) for name, stride in strides(layout).items()}
 
 
@@ -159,7 +160,7 @@ def _describe_mesh(run: PlannedRun) -> Iterator[str]:
 
 
 def _abbreviate(items: Sequence[str]) -> str:
-    """Join ``items``, or only the first ones and the last."""
+    """Join ``items``; if there are many, only the first few and the last."""
     return ", ".join(items if len(items) <= _MAX_ITEMS + 1 else [*items[:_MAX_ITEMS], "…", items[-1]])
 
 
@@ -177,7 +178,8 @@ def _describe_stages(run: PlannedRun) -> Iterator[str]:
 
 
 def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
-    """Number of parameters of a stage; a tied head on another stage than the embedding is a copy."""
+    """Return the number of parameters of a stage; a tied head on another stage than the embedding is a
+    copy."""
     assert run.model
     tied = run.model.tie_embeddings and "tok_embeddings" in modules
     sizes = {
@@ -190,7 +192,7 @@ def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
 
 
 def _module_names(names: Sequence[str]) -> str:
-    """Join the names of modules, with all blocks in one range."""
+    """Join module names, with all blocks as one range."""
     layers = [int(name.partition(".")[2]) for name in names if name.startswith("layers.")]
     others = [name for name in names if not name.startswith("layers.")]
     first = [name for name in others if name == "tok_embeddings"]
@@ -206,7 +208,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def distinct_ranks(run: PlannedRun) -> dict[int, list[int]]:
-    """Map the first rank of each kind of pipeline rank to the other pipeline ranks with equal stages."""
+    """Map the first pipeline rank of each kind to the other pipeline ranks with equal stages."""
     if run.stages is None:
         return {0: []}
     assert run.mesh
@@ -248,7 +250,7 @@ def _describe_rank(
 
 
 def _state_rows(run: PlannedRun, found: RankState) -> Iterator[tuple[str, int, str]]:
-    """Bytes of each kind of state, and where they are stored."""
+    """Yield the bytes of each kind of state, and where it is stored."""
     training, options = run.config.training, run.config.parallelism
     assert run.mesh and run.batch
     where = "in CPU memory" if training.enable_cpu_offload else ""
@@ -278,14 +280,14 @@ def _state_rows(run: PlannedRun, found: RankState) -> Iterator[tuple[str, int, s
 
 
 def _step_rows(step: StepMemory) -> Iterator[tuple[str, int, str]]:
-    """Peak memory of a step, by purpose."""
+    """Yield the peak memory of a step, by purpose."""
     yield "peak of a step", step.peak, f"in {step.moment}"
     for part, size in sorted(step.parts.items(), key=lambda it: -it[1]):
         yield f"  {part}", size, ""
 
 
 def _traffic_rows(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, int, str]]:
-    """Bytes sent over each dimension in a step, without the small ones over all ranks."""
+    """Yield the bytes sent per step over each dimension, without the small messages over all ranks."""
     from toolkit.planner.traffic import WORLD
 
     sizes: dict[str, Counter[str]] = {}
@@ -299,7 +301,7 @@ def _traffic_rows(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, int, str
 
 
 def _shape_rows(parts: Sequence[ParameterShard]) -> Iterator[tuple[str, str, str]]:
-    """Name, full and local shape of parameters; blocks with the same shapes share a row."""
+    """Yield name, full shape and local shape of parameters; blocks with equal shapes share a row."""
     blocks: dict[tuple[str, ...], list[int]] = {}
     for part in parts:
         layer, name = [], part.name

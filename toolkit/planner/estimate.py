@@ -1,7 +1,7 @@
 """Estimate the memory of a rank's step, fast enough for a search over thousands of layouts.
 
 Combines the costs of a block, the embedding and the head (:mod:`toolkit.planner.costs`) with the numbers of
-layers, stages, shards and micro-batches in flight. The best layouts are verified in a fake step.
+layers, stages, shards and micro-batches in flight. A fake step verifies the best layouts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StateBytes:
     """Bytes of (parameters, gradients, optimizer state).
 
     Attributes:
-        block, ends: per element of a block, and of embedding and head.
-        whole_block, whole_ends: of one unsharded block, and of embedding and head.
+        block, ends: per element of a block, and of the embedding and head.
+        whole_block, whole_ends: of one unsharded block, and of the unsharded embedding and head.
     """
 
     block: tuple[float, ...]
@@ -53,7 +53,7 @@ class Estimate:
 
 
 def state_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> StateBytes:
-    """Measure the state of models with one and two blocks on one rank, for any optimizer, adapter or
+    """Measure the state of models with one and two blocks on one rank; works for any optimizer, adapter and
     dtype."""
     from toolkit.planner.memory import rank_state
 
@@ -87,9 +87,9 @@ def estimate(
     whole: bool = False,
     rank: int | None = None,
 ) -> Estimate:
-    """Estimate the memory of a ``rank`` of the pipeline, by default the one with the most, to about 5%.
+    """Estimate the memory of a pipeline ``rank``, by default the one with the highest memory, to about 5%.
 
-    The run has passed the preflight. ``whole`` ignores cp's sharding of sequences, which gives an upper
+    The run must have passed the preflight. ``whole`` ignores cp's sharding of sequences, which gives an upper
     bound.
     """
     rows, _ = samples(config, layout)
@@ -98,7 +98,7 @@ def estimate(
         costs(config, args, tp=layout.tp, cp=cp, rows=rows, checkpointed=mode, param_dtype=param_dtype)
         for mode in (False, config.activation_checkpoint.mode != "none")
     )
-    # The rank with most micro-batches in flight, with most blocks, and with the head.
+    # The rank with the most micro-batches in flight, the one with the most blocks, and the one with the head.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1} if rank is None else {rank}
     return max(
         (
@@ -110,7 +110,7 @@ def estimate(
 
 
 def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
-    """Samples per micro-batch on a rank, and its micro-batches per step."""
+    """Return the samples per micro-batch on a rank, and the rank's micro-batches per step."""
     rows = config.training.global_batch_size // layout.dp
     if layout.pp > 1:
         size = config.parallelism.pipeline_parallel_microbatch_size
@@ -121,7 +121,7 @@ def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, rank: int, stages: int, micro_batches: int) -> int:
-    """Peak number of forwards without their backward on a ``rank`` of the pipeline."""
+    """Return the peak number of forwards without their backward on a pipeline ``rank``."""
     alive = most = 0
     for kind, _, _ in orders(schedule, pp, stages, micro_batches)[rank]:
         alive += (kind == "F") - (kind in ("B", "W"))
@@ -175,7 +175,7 @@ def _estimate_rank(
         + (embedding.saved_bytes if embedding in ends else 0)
         + (hidden if layout.pp > 1 else 0)
     )
-    if config.activation_checkpoint.enable_activation_offloading:  # all inputs but that of the current block
+    if config.activation_checkpoint.enable_activation_offloading:  # all inputs except the current block's
         saved -= hidden * max(0, alive * checkpointed - 1)
     without_head = saved - saved_by_head  # before the head's forward and after its backward
     block = recomputed.block if checkpointed else plain.block
@@ -196,7 +196,8 @@ def _estimate_rank(
         activations: float = saved,
         end: bool = False,
     ) -> dict[str, float]:
-        """Memory while ``near`` are gathered and the gradients of ``summed`` elements are reduced."""
+        """Return the memory while ``near`` are gathered and the gradients of ``summed`` elements are
+        reduced."""
         of_step = micro_batches > 1 and not whole
         early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
         gathered = sum(it.gathered_bytes for it in (every if stays_gathered else near))
@@ -232,8 +233,8 @@ def fake_peak(
     stored: StateBytes,
     param_dtype: torch.dtype,
 ) -> float:
-    """Peak memory of a step on the rank of ``memory``, in a fake step. A deep model runs with few blocks, and
-    the estimate is added for the others."""
+    """Return the peak memory of a step on the rank of ``memory``, from a fake step. A deep model runs with
+    few blocks, and the estimate for the others is added."""
     from toolkit.planner.fake_step import step_memory
 
     few, layers = _shallow(config, args.n_layers)
@@ -246,7 +247,7 @@ def fake_peak(
 
 
 def _shallow(config: Config, n_layers: int) -> tuple[Config, int]:
-    """The config with few blocks per rank, and the number of layers for it."""
+    """Return the config with few blocks per rank, and its number of layers."""
     options, checkpointing = config.parallelism, config.activation_checkpoint
     if options.pipeline_parallel_degree == 1:
         by_stride = checkpointing.mode == "selective" and not checkpointing.by_operator

@@ -1,4 +1,4 @@
-"""Run one step of one rank on fake tensors: the run's own model, schedule and optimizer, without storage and
+"""Run one step of one rank on fake tensors: the run's real model, schedule and optimizer, without storage and
 without other ranks.
 """
 
@@ -48,8 +48,8 @@ _OFFLOADED = ("parameters", "gradients", "optimizer state", "work of the update"
 
 @dataclass(frozen=True)
 class FakeRun:
-    """A rank before a step. ``state`` contains the optimizer's tensors; ``passes`` runs only the forwards and
-    backwards of the ``step``."""
+    """A rank before its step. ``state`` contains the optimizer's tensors; ``passes`` runs only the forwards
+    and backwards of ``step``."""
 
     model_parts: ModelParts
     optimizer: Optimizer
@@ -59,7 +59,7 @@ class FakeRun:
 
 
 class _FakeHostCopy(HostCopy):
-    """An offloaded tensor, which takes no device memory."""
+    """An offloaded tensor that takes no device memory."""
 
     def __init__(self, tensor: Tensor):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
@@ -71,9 +71,9 @@ class _FakeHostCopy(HostCopy):
 
 
 class _CachedFakeMode(FakeTensorMode):
-    """Fake tensor mode with a cache of operations by the shapes of their inputs.
+    """Fake tensor mode that caches operations by the shapes of their inputs.
 
-    torch's own cache is three times slower and would take most of a fake step's time.
+    torch's own cache is three times slower and would take most of the time of a fake step.
     """
 
     _cache: ClassVar[dict[Any, Any]] = {}
@@ -91,7 +91,7 @@ class _CachedFakeMode(FakeTensorMode):
         try:
             key = (func, _cache_key(args, inputs), _cache_key(tuple((kwargs or {}).items()), inputs))
             cached = self._cache.get(key)
-        except TypeError:  # an argument without a key
+        except TypeError:  # an argument cannot be a key
             return self._dispatch_uncached(func, types, args, kwargs or {})
         if cached is None:
             result = super().dispatch(func, types, args, kwargs)
@@ -124,10 +124,10 @@ class _CachedFakeMode(FakeTensorMode):
 
 
 def _cache_key(value: Any, inputs: list[FakeTensor]) -> Any:
-    """A cache key for an argument, whose tensors are appended to ``inputs``.
+    """Return a cache key for an argument; its tensors are appended to ``inputs``.
 
     Raises:
-        TypeError: the argument has no key.
+        TypeError: the argument cannot be a key.
     """
     kind = type(value)
     if kind is FakeTensor:
@@ -143,8 +143,8 @@ def _cache_key(value: Any, inputs: list[FakeTensor]) -> Any:
 
 
 def _recipe(result: Any, inputs: list[FakeTensor]) -> Any:
-    """Return a recipe to rebuild a result: per tensor its metadata and the index of the input that it is or
-    views, if any; None if it cannot be rebuilt."""
+    """Return a recipe to rebuild a result: for each tensor its metadata and, if it is an input or a view of
+    one, the input's index; None if it cannot be rebuilt."""
     storages = {id(it.untyped_storage()): place for place, it in enumerate(inputs)}
     found: list[Any] = []
     for each in result if type(result) in (tuple, list) else [result]:
@@ -185,9 +185,9 @@ def fake_run(
 ) -> Iterator[FakeRun]:
     """Build ``rank`` of a run that passed the preflight for the device type ``target``.
 
-    Its step has ``count`` micro-batches, by default enough for the peak memory of all. Nothing is compiled,
-    FSDP's collectives have separate buffers, and attention is a CPU implementation that saves the same
-    tensors. Must be called without a process group.
+    Its step has ``count`` micro-batches; by default, as many as reach the peak memory of the whole step.
+    Nothing is compiled, FSDP's collectives have separate buffers, and attention is a CPU implementation that
+    saves the same tensors. Must be called without a process group.
     """
     config = _simplify(config, target, cp=layout.cp)
     device = torch.device("cpu")
@@ -197,7 +197,7 @@ def fake_run(
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         if target == "cuda":
-            # The chunked loss counts its temporary memory, which the fused one does not use.
+            # The chunked loss includes temporary memory, which the fused loss does not use.
             parts = set(config.training.fused_parts) - {"loss"}
             stack.callback(fused.enable, fused.enable(parts))
         stack.enter_context(_CachedFakeMode())
@@ -239,8 +239,8 @@ def step_memory(
     param_dtype: torch.dtype,
     target: str = "cpu",
 ) -> StepMemory:
-    """Measure the memory of a step of ``rank`` in a :func:`fake_run`. A row is one document; with several,
-    attention on a CPU takes less."""
+    """Measure the memory of a step of ``rank`` in a :func:`fake_run`. A row is one document; with several
+    documents, attention on a CPU takes less memory."""
     with (
         fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target) as run,
         track_memory(run.model_parts.models, run.optimizer, run.state) as summarize,
@@ -253,7 +253,7 @@ def step_memory(
 
 
 def _unused_receive_buffers(config: Config, layout: ParallelDims, model_parts: ModelParts) -> int:
-    """Bytes of a pipeline's receive buffers for the micro-batches that the fake step omits."""
+    """Return the bytes of a pipeline's receive buffers for the micro-batches omitted in the fake step."""
     if not isinstance(model_parts, Pipeline):
         return 0
     batch = _batch(config, layout)
@@ -266,7 +266,7 @@ def _unused_receive_buffers(config: Config, layout: ParallelDims, model_parts: M
 
 def _simplify(config: Config, target: str, *, cp: int) -> Config:
     attention = config.model.attention
-    if target == "cuda" and attention != "sdpa":  # which accepts masks for parts of sequences
+    if target == "cuda" and attention != "sdpa":  # SDPA accepts masks for parts of sequences
         attention = "blockwise" if cp > 1 else "sdpa"
     parallelism = config.parallelism
     if not uses_ring(config.parallelism, device=target, documents=config.data.document_mask):
@@ -290,7 +290,7 @@ def _batch(config: Config, layout: ParallelDims) -> BatchShape:
 
 
 def micro_batches(config: Config, layout: ParallelDims) -> int:
-    """Micro-batches per step on a rank."""
+    """Return the micro-batches per step on a rank."""
     batch = _batch(config, layout)
     if layout.pp == 1:
         return batch.accumulation
@@ -298,8 +298,9 @@ def micro_batches(config: Config, layout: ParallelDims) -> int:
 
 
 def _count(config: Config, batch: BatchShape, pp: int) -> int:
-    """Micro-batches of the fake step, as few as have the peak memory of all: the first, the last and one
-    between; in a pipeline two per rank, unless its schedule runs all forwards first."""
+    """Return the number of micro-batches in the fake step, the fewest that reach the peak memory of all: the
+    first, the last and one in between; in a pipeline two per rank, unless its schedule runs all forwards
+    first."""
     if pp == 1:
         return min(batch.accumulation, 3)
     options = config.parallelism
@@ -309,7 +310,7 @@ def _count(config: Config, batch: BatchShape, pp: int) -> int:
 
 
 def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[MicroBatch]:
-    """Micro-batches of the fake step; DPO's have document indices."""
+    """Return the micro-batches of the fake step; for DPO they have document indices."""
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.objective == "dpo"

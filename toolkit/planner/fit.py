@@ -1,6 +1,6 @@
 """Forecast a run's step and find settings that fit its GPUs: ``python -m toolkit.planner.fit WORLD_SIZE …``.
 
-A launch starts this process with its ranks. It exits when the launcher closes its standard input.
+A launch starts this process together with its ranks. It exits when the launcher closes its standard input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _MOST_RANKS = 4096
 
 
 def forecast(run: PlannedRun) -> StepMemory:
-    """Memory of a step on the rank with the highest peak. The run has passed the preflight."""
+    """Return the memory of a step on the rank with the highest peak. The run must have passed the
+    preflight."""
     assert run.mesh and run.model
     options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
     steps = (step_memory(run.config, run.model, run.mesh, rank, **options) for rank in distinct_ranks(run))
@@ -39,7 +40,8 @@ def forecast(run: PlannedRun) -> StepMemory:
 
 
 def find_alternative(run: PlannedRun, capacity: int) -> tuple[str, int] | None:
-    """Find flags or a number of ranks with which a step fits into ``capacity`` bytes, and its peak."""
+    """Find flags or a number of ranks for which a step fits into ``capacity`` bytes; return them and the
+    peak."""
     for change, other in _alternatives(run):
         if other.mesh is not None and other.batch is not None:
             peak = forecast(other).peak
@@ -49,7 +51,7 @@ def find_alternative(run: PlannedRun, capacity: int) -> tuple[str, int] | None:
 
 
 def _alternatives(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
-    """Other runs with the same loss curve, smallest change first."""
+    """Yield other runs with the same loss curve, smallest change first."""
     config, flags = run.config, ""
     for mode in ("selective", "full"):
         if config.activation_checkpoint.mode not in (mode, "full"):
@@ -58,7 +60,7 @@ def _alternatives(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
             flags += " --activation_checkpoint.selective_ac_option op" if option else ""
             yield flags, replace(run, config=_changed(config, "activation_checkpoint", mode=mode, **option))
     config = _changed(config, "activation_checkpoint", mode="full")
-    if config.training.global_batch_size == -1:  # would grow with the number of ranks
+    if config.training.global_batch_size == -1:  # the batch would grow with the number of ranks
         config = fixed_batch(config, run.world_size)
         flags += f" --training.global_batch_size {config.training.global_batch_size}"
     accumulates = run.pp == 1 and not config.optimizer.early_step_in_backward
@@ -80,7 +82,7 @@ def _changed(config: Config, table: str, **values: Any) -> Config:
 
 
 def step_seconds(run: PlannedRun) -> float | None:
-    """Forecast the step time on known GPUs, or None; needs a model with equal blocks."""
+    """Forecast the step time on known GPUs, for models with equal blocks; otherwise return None."""
     assert run.mesh and run.model
     machine = machine_from_device(run.hardware.name)
     if machine is None:
@@ -92,7 +94,7 @@ def step_seconds(run: PlannedRun) -> float | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Forecast the run of ``argv``, write the result into its folder and report whether it fits."""
+    """Forecast the run of ``argv``, write the result into its folder, and report whether the run fits."""
     world_size, *flags = argv
     config = load_config(flags)
     hardware = detect(config.training.device)
@@ -127,6 +129,6 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except ToolkitError:  # the launcher reports it
         sys.exit(0)
-    except Exception as error:  # must not look like an error of the run
+    except Exception as error:  # it must not look like an error of the run
         say(f"forecast failed ({type(error).__name__}: {error})")
         sys.exit(0)

@@ -1,13 +1,15 @@
 """Enumerate the layouts of a search, as settings of a config.
 
 Mesh degrees, micro-batch size, activation checkpointing, pipeline schedule and resharding vary; global batch
-and sequence length are the config's. Some layouts are skipped and counted with the reason:
+and sequence length are the config's. Some layouts are skipped, and counted with the reason:
 
-- tp stays within a node: it communicates four times per block, without overlap; - cp is minimal, because dp
-ranks do the same work with less communication: it grows only if the batch has fewer sequences than ranks, or
-if a sequence does not fit; - replicas consist of whole nodes, unless all of dp is replicas; - GPipe and
-LoopedBFS are used only if there are too few micro-batches for 1F1B, which has the same bubble and less
-memory; zero-bubble schedules run without checkpointing, because they would recompute a block for each weight.
+* tp stays within a node, because it communicates four times per block, without overlap;
+* cp is minimal, because dp ranks do the same work with less communication: it grows only if the batch has
+  fewer sequences than ranks, or if a sequence does not fit;
+* replicas consist of whole nodes, unless all of dp is replicas;
+* GPipe and LoopedBFS are used only if there are too few micro-batches for 1F1B, which has the same bubble and
+  less memory; zero-bubble schedules run without checkpointing, because they would recompute a block for each
+  weight.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _RESET: dict[str, Any] = {
 
 
 def fixed_batch(config: Config, world: int) -> Config:
-    """Set the global batch that ``config`` has on ``world`` ranks, if it depends on the mesh."""
+    """Fix a global batch that depends on the mesh at the value of ``config`` on ``world`` ranks."""
     training = config.training
     if training.global_batch_size != -1:
         return config
@@ -55,10 +57,11 @@ def layout_settings(
     capacity: float,
     reject: Callable[[str, int], object],
 ) -> Iterator[dict[str, Any]]:
-    """Settings of all layouts of ``mesh``, which defines all but the replicas, without checkpointing.
+    """Yield the settings of all layouts of ``mesh``, which fixes everything but replicas, without
+    checkpointing.
 
-    ``sharded`` are the bytes that dp_shard's ranks share, of which each has ``capacity``; ``reject`` counts
-    skipped layouts.
+    ``sharded`` is the number of bytes sharded over dp_shard, where each rank has ``capacity`` bytes.
+    ``reject`` counts skipped layouts.
     """
     rows = config.training.global_batch_size // mesh.dp
     length = config.training.seq_len
@@ -95,7 +98,7 @@ def layout_settings(
 def _schedules(
     config: Config, args: ModelArgs, pp: int, micro_batches: int, reject: Callable[[str, int], object]
 ) -> Iterator[dict[str, Any]]:
-    """Settings of the schedules; interleaved ones with every possible number of stages per rank."""
+    """Yield the settings of the schedules; interleaved ones with every possible number of stages per rank."""
     ends = config.parallelism.pipeline_parallel_first_stage_less_layers
     ends += config.parallelism.pipeline_parallel_last_stage_less_layers
     layers = args.n_layers + ends
@@ -121,7 +124,8 @@ def _schedules(
 
 
 def checkpointing_settings(config: Config) -> list[dict[str, Any]]:
-    """Modes of activation checkpointing to try, from least to most memory, with the config's own stride."""
+    """Return the modes of activation checkpointing to try, from least to most memory, with the config's
+    stride."""
     mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     none: dict[str, Any] = {mode: "none"}
     if config.parallelism.pipeline_parallel_degree > 1 and (
@@ -137,7 +141,7 @@ def checkpointing_settings(config: Config) -> list[dict[str, Any]]:
 
 
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """Return ``config`` with other values."""
+    """Return ``config`` with ``settings`` applied."""
     tables: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         table, _, name = key.rpartition(".")

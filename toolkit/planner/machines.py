@@ -1,4 +1,4 @@
-"""Rates of machines for step time estimates; machines.toml contains those of GPUs."""
+"""Rates of machines for step time estimates; machines.toml contains the GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Machine:
 
 @functools.cache
 def machines() -> dict[str, Machine]:
-    """The GPUs of machines.toml by name."""
+    """Return the GPUs of machines.toml by name."""
     rows = tomllib.loads(FILE.read_text(encoding="utf-8"))
     defaults = rows.pop("defaults")
     return {name: _machine(name, defaults | row) for name, row in rows.items()}
@@ -70,8 +70,8 @@ def find_machine(name: str) -> Machine:
 
 
 def machine_from_device(device: str) -> Machine | None:
-    """Find the GPU that best matches the driver's name; None for variants with other rates (NVL, laptop, Ti,
-    D) and MIG slices.
+    """Find the GPU that best matches the driver's name; None for MIG slices and for variants with other rates
+    (NVL, laptop, Ti, D).
 
     >>> machine_from_device("NVIDIA A100-SXM4-80GB").name, machine_from_device("NVIDIA H100 80GB HBM3").name
     ('a100-80', 'h100')

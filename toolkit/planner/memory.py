@@ -1,7 +1,7 @@
 """Compute the sharded state of single ranks by building their model on the meta device.
 
-A fake process group lets one process stand for any rank of any world. The model is built as for training, but
-its tensors have no storage.
+With a fake process group, one process can act as any rank of any world. The model is built as for training,
+but its tensors have no storage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from toolkit.parallel.model_parts import ModelParts
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A rank's shard of shape ``local`` of the parameter ``name`` of shape ``whole``, which may be frozen."""
+    """A rank's shard, of shape ``local``, of the parameter ``name`` of shape ``whole``, which may be
+    frozen."""
 
     name: str
     whole: tuple[int, ...]
@@ -45,8 +46,8 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """An FSDP unit: gathered ``bytes`` (sharded by tensor parallelism only), and the elements of its
-    unsharded and of its stored gradients."""
+    """An FSDP unit: gathered ``bytes`` (sharded only by tensor parallelism), and the number of elements of
+    its unsharded and of its stored gradients."""
 
     name: str
     bytes: int
@@ -83,7 +84,7 @@ def rank_state(
 ) -> RankState:
     """Compute the state of ``rank`` after its first step, in a run that passed the preflight.
 
-    It computes in ``param_dtype`` on the device type ``target``. Must be called without a process group.
+    The run computes in ``param_dtype`` on the device type ``target``. Must be called without a process group.
     """
     with fake_world(rank, layout.world_size), simulate(target):
         device = torch.device("cpu")
@@ -101,7 +102,7 @@ def rank_state(
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Make this process ``rank`` of a fake world, whose collectives return immediately."""
+    """Make this process act as ``rank`` of a fake world, in which collectives return immediately."""
     hook = sys.excepthook  # torch wraps it to add the rank
     dist.init_process_group("fake", store=compat.FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -119,14 +120,14 @@ def _shard(name: str, parameter: nn.Parameter) -> ParameterShard:
 
 
 def _optimizer(config: Config, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    # Implementations differ in speed alone, and the fused kernels need a real device.
+    # Implementations differ only in speed, and the fused kernels need a real device.
     changes = {"implementation": "for-loop", "early_step_in_backward": False}  # neither changes the state
     options = config.optimizer.model_copy(update=changes)
     return build_optimizer(parameters, config.model_copy(update={"optimizer": options}))
 
 
 def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[UnitMemory]:
-    """FSDP units of this rank's stages, in order. Modules of one unit share an FSDP state."""
+    """Yield the FSDP units of this rank's stages, in order. Modules of one unit share an FSDP state."""
     for model in model_parts.models:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         states = {name: fsdp_state(module) for name, module in modules.items()}
@@ -137,7 +138,7 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[UnitMemory]:
                 owner = owner.rpartition(".")[0]
             unit_parameters[states[owner]].append(parameter)
         for state, parameters in unit_parameters.items():
-            if not parameters:  # a root without parameters of its own
+            if not parameters:  # a root without its own parameters
                 continue
             names = [clean_name(name) or "the rest" for name in states if states[name] is state]
             sharded = [it for it in parameters if isinstance(it, DTensor)]  # FSDP ignores the others
@@ -150,14 +151,14 @@ def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[UnitMemory]:
 
 
 def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a parameter is gathered; uint8 stands for packed formats."""
+    """Return the dtype in which a parameter is gathered; uint8 represents packed formats."""
     if hasattr(local(parameter), "fsdp_pre_all_gather"):  # casts to float8
         return torch.uint8
     return param_dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def gathered_elements(parameter: nn.Parameter) -> int:
-    """Elements of a parameter gathered by FSDP, sharded by tensor parallelism only."""
+    """Return the number of elements of a parameter that FSDP gathers, sharded only by tensor parallelism."""
     elements = parameter.numel()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

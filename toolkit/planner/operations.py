@@ -48,7 +48,7 @@ class _Record:
 
 
 class _Chain:
-    """Consecutive operations that a compiler fuses."""
+    """Consecutive operations that a compiler can fuse."""
 
     def __init__(self) -> None:
         self.read: dict[int, int] = {}
@@ -56,7 +56,7 @@ class _Chain:
         self.last = 0
 
     def add(self, inputs: dict[int, int], outputs: dict[int, int]) -> None:
-        """Add an operation by the bytes that it reads and writes of each storage."""
+        """Add an operation, given the bytes that it reads and writes in each storage."""
         for storage, size in inputs.items():
             if storage not in self.written:
                 self.read[storage] = max(self.read.get(storage, 0), size)
@@ -65,12 +65,12 @@ class _Chain:
 
 
 class Operations(Allocations):
-    """Records operations in addition to storages. ``dims`` maps (size, stride) of a group to its
+    """Records operations in addition to storages. ``dims`` maps (size, stride) of a group to its mesh
     dimension."""
 
     def __init__(self, existing: dict[str, Iterable[Tensor]], dims: dict[tuple[int, int], str]):
         self.records: dict[tuple[str, str], _Record] = {}
-        self.starts: list[tuple[str, int]] = []  # moments, with the bytes of activations at their start
+        self.starts: list[tuple[str, int]] = []  # moments, and the bytes of activations at their start
         self._dims = dims
         self._chain: tuple[tuple[str, str], _Chain] | None = None
         self._pending: tuple[tuple[str, str], tuple[str, str, float]] | None = None
@@ -133,7 +133,7 @@ class Operations(Allocations):
         part = _PART_OF_MODULE.get(self._moment.rpartition(" of ")[2], "start")
         if backward_task() == -1:
             return part, "forward"
-        # Checkpointing recomputes with gradients enabled, unlike backward.
+        # Unlike backward, recomputation runs with gradients enabled.
         return part, "recompute" if torch.is_grad_enabled() else "backward"
 
     def _send(self, name: str, args: Any, result: Any, phase: tuple[str, str]) -> None:
@@ -172,13 +172,13 @@ def measure_costs(config: Config, args: ModelArgs, layout: ParallelDims, param_d
         trackers.append(Operations(existing, dims))
         return trackers[0]
 
-    # Without load balancing the last shard of a sequence attends to most keys.
+    # Without load balancing, the last shard of a sequence attends to the most keys.
     rank = 0 if config.parallelism.context_parallel_load_balancer else (layout.cp - 1) * layout.tp
     with fake_run(config, args, layout, rank, param_dtype=param_dtype, target="cuda") as run:
         [model] = run.model_parts.models
         with track_memory([model], run.optimizer, run.state, make_tracker):
             run.passes()
-            if config.activation_checkpoint.mode == "none":  # else only the blocks are used
+            if config.activation_checkpoint.mode == "none":  # otherwise only the blocks are used
                 run.optimizer.step()
         [tracker] = trackers
         peaks = tracker.peaks(_ACTIVATIONS)
@@ -204,7 +204,7 @@ def _module_cost(
         for name, it in model.named_parameters()
         if clean_name(name).startswith(tuple(f"{module}." for module in modules))
     ]
-    starts = dict(tracker.starts)  # keeps the last forward: an earlier one may be that of DPO's reference
+    starts = dict(tracker.starts)  # keeps the last forward; an earlier one may be DPO's reference
 
     def transient(direction: str) -> int:
         moments = [f"{direction} of {module}" for module in modules]
@@ -235,7 +235,7 @@ def _aliases(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
 
 
 def _outputs_of_mutation(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     positional = zip(operator_schema(function).arguments, args, strict=False)
     by_name = [(it, kwargs.get(it.name)) for it in operator_schema(function).arguments[len(args) :]]
     written = [value for it, value in [*positional, *by_name] if it.alias_info and it.alias_info.is_write]

@@ -19,10 +19,10 @@ class Timeline:
     """Times of a schedule.
 
     Attributes:
-        seconds: until the last rank finishes.
-        waits: mean over ranks of the time until the first parameters are gathered, and from the last action
-            until all gradients are reduced.
-        actions: of each rank, with begin and end.
+            seconds: time until the last rank finishes.
+            waits: mean over ranks of the time until the first parameters are gathered, and of the time from
+                the last action until all gradients are reduced.
+            actions: actions of each rank, with begin and end.
     """
 
     seconds: float
@@ -31,13 +31,13 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """Seconds of computation on each rank."""
+        """Return the seconds of computation on each rank."""
         return [sum(end - begin for _, begin, end in each) for each in self.actions]
 
 
 @functools.lru_cache(maxsize=256)
 def orders(schedule: str, pp: int, stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank in torch's order."""
+    """Return the actions of each rank in torch's order."""
     ranks = range(pp)
     if schedule in ("GPipe", "1F1B"):
         ahead = [micro_batches if schedule == "GPipe" else min(micro_batches, pp - rank) for rank in ranks]
@@ -79,12 +79,12 @@ def simulate(
     units: Sequence[int] | None = None,
     transfer: float = 0.0,
 ) -> Timeline:
-    """Simulate a step from the seconds of each stage's ``forward`` and ``backward``; each half of a split
+    """Simulate a step, given the seconds of each stage's ``forward`` and ``backward``; each half of a split
     backward takes half.
 
-    Overlapped with computation, a rank gathers its stages once per step in the order of first use, and
-    reduces each after its last backward, in as many ``units``. Each ``transfer`` of hidden states between
-    ranks overlaps too.
+    A rank gathers its stages once per step, in the order of first use, and reduces each after its last
+    backward, in ``units`` collectives each. These and each ``transfer`` of hidden states between ranks
+    overlap with computation.
     """
     stages = len(forward)
     gather, reduce, units = gather or [0.0] * stages, reduce or [0.0] * stages, units or [1] * stages
@@ -97,7 +97,7 @@ def simulate(
         clock = 0.0
         for stage in dict.fromkeys(stage for _, stage, _ in actions):
             gathered[stage] = clock = clock + gather[stage]
-    left = [micro_batches] * stages  # remaining backwards
+    left = [micro_batches] * stages  # number of remaining backwards
     ended: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, micro-batch) → end
     clocks, reduced, places = [0.0] * pp, [0.0] * pp, [0] * pp
     logs: list[list[tuple[Action, float, float]]] = [[] for _ in range(pp)]

@@ -39,8 +39,8 @@ def headline(args: ModelArgs, world: int, machine: Machine, result: SearchResult
 
 
 def table_lines(result: SearchResult, world: int, tokens: float | None, price: float | None) -> Iterator[str]:
-    """One row per layout; with ``tokens`` also days and GPU-hours to train on them, and cost at a
-    ``price``."""
+    """Yield one row per layout; with ``tokens``, also the days and GPU-hours to train on them, and the cost
+    at ``price``."""
     rows = [["", "layout", "micro-batch", "recomputed", "schedule", "memory", "step", "tok/s/GPU", "MFU"]]
     rows[0] += ["days", "GPU-hours"] if tokens else []
     rows[0] += ["cost"] if price else []
@@ -61,7 +61,7 @@ def table_lines(result: SearchResult, world: int, tokens: float | None, price: f
 
 
 def choices(each: Candidate) -> list[str]:
-    """Micro-batch size and count, checkpointing, and schedule or resharding."""
+    """Return micro-batch size and count, checkpointing, and schedule or resharding."""
     options, checkpointing = each.config.parallelism, each.config.activation_checkpoint
     size, count = samples(each.config, each.layout)
     mode: str = checkpointing.mode
@@ -75,7 +75,7 @@ def choices(each: Candidate) -> list[str]:
 
 
 def rejected_lines(result: SearchResult) -> Iterator[str]:
-    """One line per class of rejected layouts."""
+    """Yield one line per class of rejected layouts."""
     winner = result.ranked[0]
     yield "Rejected layouts, with the best or first of each kind:"
     for name, layouts in result.rejected.items():
@@ -97,7 +97,7 @@ def rejected_lines(result: SearchResult) -> Iterator[str]:
 
 
 def breakdown_lines(result: SearchResult, args: ModelArgs, machine: Machine) -> Iterator[str]:
-    """Break down memory and step time of the first layout."""
+    """Yield the memory and the step time of the first layout, by part."""
     best, capacity = result.ranked[0], result.capacity
     config, layout, time = best.config, best.layout, best.time
     assert time

@@ -12,7 +12,7 @@ from toolkit.planner.work import Work
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a pass: computation, and exposed communication by dimension."""
+    """Seconds of a pass: computation, and exposed communication by mesh dimension."""
 
     compute: float
     exposed: dict[str, float]
@@ -23,11 +23,11 @@ class Pass:
 
 
 _CASTS = 5 / 3
-"""Bytes of casting both operands to 8 bits, relative to those of the matmul of three equal matrices."""
+"""Bytes to cast both operands to 8 bits, relative to the bytes of a matmul of three equal matrices."""
 
 
 class Rates:
-    """Rates of a layout on a machine; ``dtype`` is the compute dtype by its name in machines.toml."""
+    """Rates of a layout on a machine; ``dtype`` is the name of the compute dtype in machines.toml."""
 
     def __init__(self, config: Config, layout: ParallelDims, machine: Machine, dtype: str):
         self.machine, self.dtype = machine, dtype
@@ -40,15 +40,15 @@ class Rates:
             "dp_replicate": (layout.dp_replicate, stride * layout.dp_shard),
             "pp": (layout.pp, stride * layout.dp),
         }
-        # Unsupported dtypes run in fp32.
+        # Unsupported dtypes are assumed to run in fp32.
         self.peak = machine.peak.get(dtype, machine.peak["float32"])
         in_8_bits = machine.peak.get("float8", 0.0) * machine.matmul_float8
         self.peak_float8 = in_8_bits or machine.matmul * self.peak
         self.float8 = any("float8" in it for it in config.model.converters)  # of the blocks
 
     def run(self, work: Work, *, fused: bool = False, float8: bool = False) -> Pass:
-        """Time of ``work``, with chains of operations ``fused`` by a compiler, and with matmuls in
-        ``float8``."""
+        """Return the time of ``work``; ``fused``: a compiler fuses chains of operations; ``float8``: matmuls
+        are in float8."""
         machine = self.machine
         reached = {
             "matmul": self.peak_float8 if float8 else machine.matmul * self.peak,
@@ -59,7 +59,7 @@ class Rates:
         for it in work.operations:
             if it.kind in reached:
                 matmuls += it.count * max(it.flops / reached[it.kind], it.bytes / machine.bandwidth)
-                if float8 and it.kind == "matmul":  # reads each operand twice and writes it once
+                if float8 and it.kind == "matmul":  # casting reads each operand twice and writes it once
                     memory_bound += it.count * _CASTS * it.bytes / machine.bandwidth
             elif fused:
                 continue
@@ -82,7 +82,7 @@ class Rates:
         return Pass(max(host, device), exposed)
 
     def send(self, dimension: str, operation: str, size: float) -> float:
-        """Time of a ring collective of ``size`` bytes (of the full tensor), or of a transfer."""
+        """Return the time of a ring collective of ``size`` bytes (of the full tensor), or of a transfer."""
         ranks, stride = self.groups.get(dimension, (1, 1))
         if ranks == 1:
             return 0.0
@@ -99,5 +99,5 @@ class Rates:
         return turns * (size * (ranks - 1) / ranks / bandwidth + (ranks - 1) * latency)
 
     def copy(self, size: float) -> float:
-        """Time to read or write ``size`` bytes."""
+        """Return the time to read or write ``size`` bytes."""
         return size / self.machine.bandwidth

@@ -1,8 +1,8 @@
-"""Search the layouts of a world: those that fit, fastest first, and why the others are rejected.
+"""Search the layouts of a world: return those that fit, fastest first, and why the others are rejected.
 
 For the layouts of :mod:`toolkit.planner.layouts` that the preflight accepts, the search estimates memory
-(:mod:`toolkit.planner.estimate`), then the step time (:mod:`toolkit.planner.time`) of those that fit. The
-best are verified in fake steps.
+(:mod:`toolkit.planner.estimate`), and for those that fit also the step time (:mod:`toolkit.planner.time`).
+Fake steps verify the best.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ class Candidate:
 @dataclass
 class RejectedLayouts:
     """A class of ``count`` rejected layouts, and the best that was estimated, if any. ``reason`` is the first
-    one that the preflight gives."""
+    one given by the preflight."""
 
     reason: str
     count: int = 0
     best: Candidate | None = None
 
     def add(self, candidate: Candidate | None = None) -> None:
-        """Count one more; the best has the lowest step time, or the lowest memory if no time is known."""
+        """Count one more layout; the best has the lowest step time, or the lowest memory if no time is
+        known."""
         self.count += 1
         if candidate and (self.best is None or candidate.key < self.best.key):
             self.best = candidate
@@ -110,12 +111,12 @@ class SearchResult:
     timed: int = 0
 
     def reject(self, name: str, reason: str = "") -> RejectedLayouts:
-        """Return the class ``name`` of rejected layouts; the first ``reason`` stays."""
+        """Return the class ``name`` of rejected layouts; its first ``reason`` is kept."""
         return self.rejected.setdefault(name, RejectedLayouts(reason))
 
 
 def usable_memory(machine: Machine) -> float:
-    """GPU memory in bytes that is usable for tensors."""
+    """Return the bytes of GPU memory that are usable for tensors."""
     return machine.memory * (1 - FRAGMENTED) - CONTEXT
 
 
@@ -129,7 +130,8 @@ def search(
     top: int = 10,
     progress: Callable[[str], object] = str,
 ) -> SearchResult:
-    """Rank the layouts of ``world`` ranks of ``machine``; possibly none fits. ``progress`` reports each step.
+    """Rank the layouts of ``world`` ranks of ``machine``; possibly none fits. ``progress`` reports each
+    stage.
 
     Raises:
         ConfigError: the preflight rejects every layout.
@@ -164,7 +166,7 @@ def _main_cost(candidate: Candidate, winner: Candidate) -> str:
 
 
 def fits(config: Config, args: ModelArgs, world: int, machine: Machine, param_dtype: torch.dtype) -> bool:
-    """Report whether the model fits on any layout of ``world`` ranks, by the estimate."""
+    """Report whether the model is estimated to fit in any layout of ``world`` ranks."""
     queue = _Queue(config, args, world, machine, param_dtype, str)
     try:
         return any(it.bytes <= queue.result.capacity for it in queue.fastest())
@@ -174,7 +176,7 @@ def fits(config: Config, args: ModelArgs, world: int, machine: Machine, param_dt
 
 @dataclass
 class _LayoutGroup:
-    """Layouts with the same tp and pp: the remaining degrees of cp, and whether one that was tried
+    """Layouts with the same tp and pp: the remaining degrees of cp, and whether a layout tried so far
     ``fits``."""
 
     tp: int
@@ -187,8 +189,8 @@ class _LayoutGroup:
 class _Queue:
     """Layouts in order of step time, evaluated lazily.
 
-    The priority of each is a lower bound of its step time: first that of its GEMMs and pipeline bubble, then
-    the time without recomputation, finally its own.
+    Each layout's priority is a lower bound of its step time: first the time of its GEMMs and pipeline bubble,
+    then the time without recomputation, finally the estimated step time.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class _Queue:
         self._full: set[str] = set()  # keys of layouts that exceed memory with a smaller micro-batch
 
     def fastest(self) -> Iterator[Candidate]:
-        """Yield the candidates that fit, or nearly, by the estimate, fastest first.
+        """Yield the candidates estimated to fit, or nearly fit, fastest first.
 
         Raises:
             ConfigError: the preflight rejects every layout.
@@ -246,7 +248,7 @@ class _Queue:
         heapq.heappush(self._heap, (seconds, size, next(self._count), look, candidate))
 
     def _next_cp(self, group: _LayoutGroup) -> None:
-        """Add the layouts of the next degree of cp, if there is one."""
+        """Add the layouts of the next degree of cp, if any."""
         while group.left:
             cp, *group.left = group.left
             dp = self.world // (group.tp * group.pp * cp)
@@ -258,7 +260,7 @@ class _Queue:
         mesh = ParallelDims(group.pp, 1, dp, cp, group.tp)
         parameters, gradients, state = self.stored.whole_block
         training = self.config.training
-        # A pipeline keeps unsharded gradients, whatever dp and cp are.
+        # A pipeline stores unsharded gradients, regardless of dp and cp.
         whole = gradients / BYTES[training.dtype] * BYTES[training.mixed_precision_reduce]
         if group.pp > 1 and whole * self.args.n_layers / (group.pp * group.tp) > self.result.capacity:
             self.result.reject("fit").count += 1 + len(group.left)
@@ -281,7 +283,7 @@ class _Queue:
             seconds = min_step_seconds(config, self.args, layout, self.machine, self.param_dtype)
             self._push(seconds, partial(self._without_recomputation, group, settings, config, layout))
         if group.left:
-            # After layouts without a bubble, whose estimates may already show that a smaller cp fits.
+            # Queued after layouts without a bubble, whose estimates may already show that a smaller cp fits.
             alone = min_step_seconds(
                 self.config, self.args, replace(mesh, pp=1), self.machine, self.param_dtype
             )
@@ -356,11 +358,11 @@ class _Queue:
         return step_time(config, self.args, layout, self.machine, param_dtype=self.param_dtype)
 
     def _exceeds_memory(self, settings: dict[str, Any], choice: dict[str, Any]) -> bool:
-        """Report whether a smaller micro-batch exceeds memory."""
+        """Report whether a smaller micro-batch already exceeds memory."""
         return _key_without_sizes(settings, choice) in self._full
 
     def _is_rejected(self, config: Config) -> bool:
-        """Report whether the preflight's rules about layouts reject ``config``, and count it."""
+        """Report whether the preflight's rules about layouts reject ``config``; if so, count it."""
         config = with_settings(config, {"activation_checkpoint.mode": "none"})
         run = PlannedRun(config, self.world, self._hardware)
         problems = [problem for it in _layout_rules() for problem in it.check(run)]
@@ -384,7 +386,7 @@ def _key_without_sizes(settings: dict[str, Any], choice: dict[str, Any]) -> str:
 def min_step_seconds(
     config: Config, args: ModelArgs, layout: ParallelDims, machine: Machine, param_dtype: torch.dtype
 ) -> float:
-    """Lower bound of the step time: all GEMMs at the highest rate, and the pipeline bubble."""
+    """Return a lower bound of the step time: all GEMMs at the highest rate, and the pipeline bubble."""
     rates = Rates(config, layout, machine, str(param_dtype).removeprefix("torch."))
     reached = max(machine.matmul, machine.attention) * rates.peak
     if rates.float8:

@@ -1,10 +1,11 @@
 """Forecast the step time from the measured work of the model at the rates of a machine.
 
-An operation takes the longer of its FLOPs at the achieved rate and its bytes at memory bandwidth. When
-compiled, operations between GEMMs are fused and read and write memory once per chain. A collective takes its
-bytes over the slowest link of its ring, plus a latency per hop. FSDP's collectives overlap with the
-computation of the previous unit, and only the excess is exposed; those of tensor and context parallelism are
-exposed unless they are asynchronous. A pipeline runs the actions of its schedule in order on each rank.
+An operation takes the longer of two times: its FLOPs at the achieved rate, and its bytes at memory bandwidth.
+In compiled code, operations between GEMMs are fused, and each chain reads and writes memory once. A
+collective takes its bytes over the slowest link of its ring, plus a latency per hop. FSDP's collectives
+overlap with the computation of the previous unit, and only the excess is exposed. Collectives of tensor and
+context parallelism are exposed unless they are asynchronous. A pipeline runs the actions of its schedule in
+order on each rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _FILE_SCHEDULES = {"PipelineScheduleSingle": "1F1B", "PipelineScheduleMulti": "LoopedBFS"}
-"""Schedules that approximate those read from files."""
+"""Schedules that approximate schedules from files."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class StepTime:
 
     Attributes:
         compute: forward, backward, recomputation and copies.
-        exposed: communication without overlap, by dimension: "tp", "cp", "dp_shard" (FSDP, over cp's ranks
-            too), "dp_replicate".
-        bubble: waiting for other pipeline ranks, transfers included.
+            exposed: communication without overlap, by dimension: "tp", "cp", "dp_shard" (FSDP, including cp's
+                ranks), "dp_replicate".
+            bubble: waiting for other pipeline ranks, including transfers.
         optimizer: clipping and update.
         tokens_per_second: on all ranks.
         mfu: model FLOPs utilization as in the run's metrics, with full attention.
         mfu_causal: the same with causal attention.
-        timeline: of the pipeline, if there is one.
+            timeline: timeline of the pipeline, if there is one.
     """
 
     seconds: float
@@ -71,9 +72,9 @@ class StepTime:
 def step_time(
     config: Config, args: ModelArgs, layout: ParallelDims, machine: Machine, *, param_dtype: torch.dtype
 ) -> StepTime:
-    """Forecast a step of a run that passed the preflight, on ``machine``.
+    """Forecast a step on ``machine`` of a run that passed the preflight.
 
-    Costs are measured in fake steps and cached, which needs a process without a process group; with them the
+    Costs are measured in fake steps, which must run without a process group, and are cached; after that, a
     forecast takes milliseconds.
     """
     dtype = str(param_dtype).removeprefix("torch.")
@@ -131,7 +132,7 @@ def step_time(
 def _stages(
     modules: Sequence[Sequence[str]], config: Config, rates: Rates, kept: Costs, recomputed: Costs
 ) -> list[list[UnitTime]]:
-    """FSDP units of each stage, in the order of forward."""
+    """Return the FSDP units of each stage, in forward order."""
     cache: dict[int, UnitTime] = {}
     reduced = BYTES[config.training.mixed_precision_reduce]
 
@@ -159,7 +160,7 @@ def _stages(
 
 
 def _without_pipeline(units: Sequence[UnitTime], config: Config, rates: Rates, count: int) -> Pass:
-    """Micro-batches of a step without a pipeline."""
+    """Return the time of a step's micro-batches without a pipeline."""
     options = config.parallelism
     keeps, each = reshard_after_forward(options) == "never", options.fsdp_sync_each_batch
     gathers = Pass(0.0, {"dp_shard": exposed_gathers(units)})
@@ -188,8 +189,8 @@ def _accumulation(
 def _pipeline(
     stages: Sequence[Sequence[UnitTime]], config: Config, rates: Rates, count: int, hidden: float
 ) -> tuple[Timeline, Pass]:
-    """Timeline of the schedule, and the mean of the ranks' passes; ``hidden`` is the size in bytes of each
-    transfer."""
+    """Return the timeline of the schedule, and the mean of the ranks' passes; ``hidden`` is the size of each
+    transfer in bytes."""
     options = config.parallelism
     passes = []
     for units in stages:
@@ -220,8 +221,8 @@ def _pipeline(
 
 
 def _update(units: Sequence[UnitTime], measured: Costs, config: Config, rates: Rates) -> float:
-    """Time of the optimizer on this rank's shards of ``units``, including the norm, and clipping unless it is
-    fused into the update."""
+    """Return the optimizer's time on this rank's shards of ``units``, including the norm, and clipping unless
+    it is fused into the update."""
     elements = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
     step = rates.run(measured.update).compute
     options = config.optimizer

@@ -23,7 +23,7 @@ from toolkit.planner.fake_step import fake_run, micro_batches
 
 WORLD = "world"
 
-# Operation, and the index of the full tensor among the arguments; None stands for the result.
+# Operation, and the index of the full tensor among the arguments; None means the result.
 _C10D: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -41,8 +41,8 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
 
 @dataclass(frozen=True)
 class Exchange:
-    """``bytes`` of full tensors in ``operation`` ("all_gather", "reduce_scatter", "all_reduce", "all_to_all",
-    "send") over the ``ranks`` of ``dimension``."""
+    """Communication of ``bytes`` (of full tensors) by ``operation`` ("all_gather", "reduce_scatter",
+    "all_reduce", "all_to_all", "send") over the ``ranks`` of ``dimension``."""
 
     dimension: str
     operation: str
@@ -51,13 +51,13 @@ class Exchange:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each rank sends with ring collectives."""
+        """Return the bytes that each rank sends, assuming ring collectives."""
         turn = (len(self.ranks) - 1) / len(self.ranks)
         return self.bytes * {"send": 1.0, "all_reduce": 2 * turn}.get(self.operation, turn)
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts communication while it is entered, by dimension, operation and ranks."""
+    """Counts communication inside its context, by dimension, operation and ranks."""
 
     def __init__(self, layout: ParallelDims):
         super().__init__()
@@ -85,14 +85,14 @@ class _Traffic(TorchDispatchMode):
 
     def _add(self, operation: str, group: dist.ProcessGroup, whole: Tensor, *, functional: bool) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
-        # A schedule's first transfers connect neighbors with a single element.
+        # A schedule's first transfers set up connections between neighbors with a single element.
         if len(ranks) == 1 or (operation == "send" and whole.numel() == 1):
             return
         if functional:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), WORLD)
         elif operation == "send":
             dimension = "pp"
-        elif operation == "all_to_all":  # between Muon's owners
+        elif operation == "all_to_all":  # among Muon's owners
             dimension = self._shards
         elif any(fsdp_functions()):
             dimension = "dp_replicate" if operation == "all_reduce" else self._shards
@@ -112,7 +112,8 @@ def step_traffic(
 ) -> list[Exchange]:
     """Count the communication of ``rank`` in a step of a run that passed the preflight.
 
-    Many micro-batches are extrapolated from two fake steps with few. Must be called without a process group.
+    Large numbers of micro-batches are extrapolated from two fake steps with few. Must be called without a
+    process group.
     """
 
     def counted(count: int) -> Counter[tuple[str, str, tuple[int, ...]]]:

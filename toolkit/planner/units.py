@@ -26,8 +26,8 @@ class UnitTime:
 def unit_time(
     part: ModuleCost, rates: Rates, *, fused: bool, float8: bool, in_backward: bool, reduced: int
 ) -> UnitTime:
-    # A gather casts the fp32 shard to the compute dtype, copies it into a buffer and copies the gathered
-    # parameters out; a reduction casts the gradients to elements of ``reduced`` bytes, mostly fp32, and sums
+    # An all-gather casts the fp32 shard to the compute dtype, copies it into a buffer and copies the gathered
+    # parameters out. A reduction casts the gradients to elements of ``reduced`` bytes, usually fp32, and sums
     # the rank's shard.
     ranks, gathered = rates.groups["dp_shard"][0], part.gathered_bytes
     gradients = float(reduced * part.trained)
@@ -49,9 +49,9 @@ def unit_time(
 def accumulation(
     units: Sequence[UnitTime], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
 ) -> Pass:
-    """Accumulate the gradients of ``count`` micro-batches: shards if each micro-batch reduces, or ``whole``
-    gradients if only the last one does, with elements of ``gradient`` bytes that torch accumulates in
-    ``reduced`` bytes."""
+    """Return the time to accumulate the gradients of ``count`` micro-batches: shards if each micro-batch
+    reduces, or ``whole`` gradients if only the last one does. Gradients have elements of ``gradient`` bytes,
+    and torch accumulates them in ``reduced`` bytes."""
     trained = sum(unit.trained for unit in units)
     if count == 1:
         size = 0.0
@@ -72,15 +72,15 @@ def sum_passes(passes: Iterable[Pass], times: float = 1.0) -> Pass:
 
 
 def exposed_gathers(units: Sequence[UnitTime]) -> float:
-    """Exposed seconds of gathers in forward: the first unit's, and of each other one the excess over the
-    computation of the previous unit."""
+    """Return the exposed seconds of all-gathers in forward: the first unit's all-gather, and for each other
+    unit the excess over the computation of the previous unit."""
     later = zip(units, units[1:], strict=False)
     return units[0].gather + sum(max(0.0, it.gather - before.forward.seconds) for before, it in later)
 
 
 def exposed_in_backward(units: Sequence[UnitTime], *, gathers: bool, reduces: bool, replicas: bool) -> float:
-    """Exposed seconds of communication in backward: each unit overlaps with the gather of the previous unit
-    and the reduction of the next; the first unit's reduction overlaps with nothing."""
+    """Return the exposed seconds of communication in backward: each unit overlaps with the gather of the
+    previous unit and the reduction of the next; the first unit's reduction overlaps with nothing."""
     exposed = pending = 0.0
     for place in reversed(range(len(units))):
         unit = units[place]
@@ -94,8 +94,8 @@ def exposed_in_backward(units: Sequence[UnitTime], *, gathers: bool, reduces: bo
 def backward_communication(
     units: Sequence[UnitTime], *, gathers: bool, last: bool, each: bool
 ) -> dict[str, float]:
-    """Exposed seconds of FSDP in backward by dimension, in the ``last`` micro-batch of a step or an earlier
-    one."""
+    """Return FSDP's exposed seconds in backward by dimension, in the ``last`` micro-batch of a step or an
+    earlier one."""
     without = exposed_in_backward(units, gathers=gathers, reduces=last or each, replicas=False)
     with_replicas = exposed_in_backward(units, gathers=gathers, reduces=last or each, replicas=last)
     return {"dp_shard": without, "dp_replicate": with_replicas - without}

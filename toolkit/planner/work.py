@@ -22,8 +22,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Collective:
-    """``count`` equal collectives over ``dimension``, each on a full tensor of ``bytes``; with ``waits``
-    computation waits for it."""
+    """``count`` equal collectives over ``dimension``, each on a full tensor of ``bytes``; if ``waits``,
+    computation waits for them."""
 
     dimension: str
     operation: str
@@ -34,15 +34,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a pass through a part of the model. ``fused`` are the bytes that each chain of operations
-    reads and writes once a compiler fuses it."""
+    """Operations of a pass through a part of the model. ``fused`` are the bytes read and written by each
+    chain of operations that a compiler fuses."""
 
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
     fused: tuple[float, ...] = ()
 
     def flops(self, *kinds: Kind) -> float:
-        """FLOPs of these kinds of operations, or of all."""
+        """Return the FLOPs of these kinds of operations, by default of all."""
         return sum(it.flops * it.count for it in self.operations if not kinds or it.kind in kinds)
 
 
@@ -51,11 +51,11 @@ class ModuleCost:
     """Cost of one micro-batch in the embedding, a block or the head.
 
     Attributes:
-        elements: gathered elements of its parameters, sharded by tensor parallelism only.
-        gathered_bytes: their size in the dtype in which they are gathered.
-        trained: trained ones among ``elements``.
-        saved_bytes: activations saved for backward.
-        forward_bytes, backward_bytes: peak temporary memory, without gathered parameters and gradients.
+            elements: gathered elements of its parameters, sharded only by tensor parallelism.
+            gathered_bytes: size of ``elements`` in the dtype in which they are gathered.
+            trained: number of ``elements`` that are trained.
+            saved_bytes: activations saved for backward.
+            forward_bytes, backward_bytes: peak temporary memory, excluding gathered parameters and gradients.
     """
 
     forward: Work

@@ -1,4 +1,4 @@
-"""Checks of a run that need no process group and no torch: ``llama-toolkit preflight CONFIG.toml``.
+"""Checks of a run that need neither a process group nor torch: ``llama-toolkit preflight CONFIG.toml``.
 
 Each rule is a function registered by ``@rule`` in a file of ``rules``. Errors in the config exit with code 2.
 If the config itself is valid, an unusable tokenizer, corpus or checkpoint exits with code 3.
@@ -21,8 +21,8 @@ __all__ = ["check", "describe", "hardware_of", "load", "notes", "raise_problems"
 
 
 def load(argv: Sequence[str], check: Callable[[Config], object]) -> Config:
-    """Load the config of ``argv``. If settings are invalid, report them together with the problems of the
-    others, which ``check`` raises.
+    """Load the config of ``argv``. Invalid settings are reported together with problems of the other
+    settings, for which ``check`` raises.
 
     Raises:
         ConfigError: See :func:`toolkit.config.load_config`.
@@ -35,14 +35,14 @@ def load(argv: Sequence[str], check: Callable[[Config], object]) -> Config:
             try:
                 check(invalid.rest)
             except UnknownValue:
-                pass  # even the checks depend on an invalid value
+                pass  # the checks themselves need an invalid value
             except ToolkitError as error:
                 problems += [problem for problem in error.problems if problem not in problems]
         raise ConfigError(problems) from None
 
 
 def hardware_of(config: Config) -> Hardware:
-    """Detect the hardware of a run, that of device "auto" if training.device is invalid."""
+    """Detect the hardware of a run; if training.device is invalid, the hardware for "auto"."""
     return detect(config.training.device if config.knows("training.device") else "auto")
 
 
@@ -106,7 +106,8 @@ def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Pro
 
 
 def rules_of(run: PlannedRun) -> list[Rule]:
-    """Return the rules that apply to ``run`` in file order, after those registered by job.custom_import."""
+    """Return the rules that apply to ``run``: those registered by job.custom_import, then the rest in file
+    order."""
     files = [file.__name__ for file in rules.load(run.config, run.detected.device)]
     own = [rule for rule in RULES.values() if not rule.check.__module__.startswith(rules.__name__)]
     return own + [rule for file in files for rule in RULES.values() if rule.check.__module__ == file]

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: find the one that a name means, and how to download it."""
+"""Models on the Hugging Face Hub: find the model that a name refers to, and how to download it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOKS_LIKE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def published(text: str) -> tuple[Hub, str] | None:
-    """Return the hub and model name that a repository id or the last part of a path refers to, or None."""
+    """Return the hub and model name to which a repository id or the last path component refers, or None."""
     for hub in (spec(family).hub() for family in families()):
         if hub is not None and (name := hub.published_name(text)) is not None:
             return hub, name
@@ -20,7 +20,7 @@ def published(text: str) -> tuple[Hub, str] | None:
 
 
 def download_line(path: str) -> str | None:
-    """Return how to download the model that a missing ``path`` seems to refer to, or None."""
+    """Return how to download the model to which a missing ``path`` probably refers, or None."""
     match = published(path)
     if match is None:
         if not _LOOKS_LIKE_ID.fullmatch(path):

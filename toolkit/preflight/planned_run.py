@@ -1,4 +1,4 @@
-"""A run as rules see it: the config, the world size, the hardware, and what follows from them."""
+"""A run as seen by rules: the config, the world size, the hardware, and values derived from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that has not started. Values that are unknown because another rule is broken are None."""
+    """A run that has not started. Values are None if they are unknown because another rule is broken."""
 
     config: Config
     world_size: int
@@ -38,14 +38,14 @@ class PlannedRun:
 
     @property
     def hardware(self) -> Hardware:
-        """The hardware that training.device selected; unknown if its value is invalid."""
+        """Hardware selected by training.device; unknown if its value is invalid."""
         assert self.config.training.device
         return self.detected
 
     def problem(self, key: str, rule: str, fix: str, *others: str) -> Problem:
         """Describe a rule that a key breaks, with the key's value and origin.
 
-        ``others`` are keys that share in it: one of them is blamed if :meth:`blame` selects it.
+        ``others`` are keys that contribute: one of them is blamed instead if :meth:`blame` selects it.
         """
         blamed = self.blame(key, *others)
         if blamed != key:
@@ -53,7 +53,7 @@ class PlannedRun:
         return Problem(rule, fix, blamed, self.config.value(blamed), self.config.origin(blamed))
 
     def blame(self, *keys: str) -> str:
-        """Return the key that the user set most directly, the first of equals; defaults come last."""
+        """Return the key that the user set most directly; the first of equals; defaults come last."""
         return min(keys, key=self.config.depth)
 
     def located(self, problem: Problem) -> Problem:
@@ -136,7 +136,7 @@ class PlannedRun:
 
     @property
     def batch(self) -> BatchShape | None:
-        """Split of a global batch."""
+        """Sizes of global batch, micro-batches and accumulation."""
         if self.mesh is None:
             return None
         training = self.config.training
@@ -158,7 +158,7 @@ class PlannedRun:
 
     @cached_property
     def stages(self) -> Stages | None:
-        """Stages of a pipeline as configured, which may not match the model."""
+        """Configured stages of a pipeline, which may not match the model."""
         if self.pp == 1 or self.model is None:
             return None
         from toolkit.parallel.pipeline_schedules import pipeline_stages
@@ -222,20 +222,20 @@ Check = Callable[[PlannedRun], "list[Problem]"]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check, and the error type to raise if only checks of that type fail."""
+    """A check, and the type of error to raise if only checks of this type fail."""
 
     check: Check
     error: type[ConfigError] | type[DataError] | type[CheckpointError]
 
 
 RULES: dict[str, Rule] = {}
-"""Rules by module and name, so that a user's rule may share a built-in name."""
+"""Rules by module and name, so that a user's rule may have the name of a built-in one."""
 
 
 def rule(
     error: type[ConfigError] | type[DataError] | type[CheckpointError] = ConfigError,
 ) -> Callable[[Check], Check]:
-    """Register a function of a :class:`PlannedRun` that returns the problems it finds."""
+    """Register a function that returns the problems of a :class:`PlannedRun`."""
 
     def register(check: Check) -> Check:
         RULES[f"{check.__module__}.{check.__qualname__}"] = Rule(check, error)
@@ -249,6 +249,6 @@ NOTES: list[Note] = []
 
 
 def note(function: Note) -> Note:
-    """Register a function of a :class:`PlannedRun` that returns notes on valid but surprising settings."""
+    """Register a function that returns notes about valid but surprising settings of a :class:`PlannedRun`."""
     NOTES.append(function)
     return function

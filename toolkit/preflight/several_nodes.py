@@ -1,4 +1,5 @@
-"""A launch on several nodes, or one that starts again after a failure: its meshes, and what must be alike."""
+"""Launches on several nodes, or with restarts after failures: their meshes, and what must be equal on all
+nodes."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ _A_NODE_MAY_HAVE_ITS_OWN = {
 
 
 def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> tuple[list[str], int]:
-    """``argv`` with the mesh of the most nodes that train, if ``config`` has a list of them and the number of
-    nodes may change; and the ranks of these nodes.
+    """Return ``argv`` with the mesh for the largest possible number of nodes, if that number may change and
+    ``config`` lists elastic meshes; and the number of ranks.
 
     Raises:
-        ConfigError: the launch asks for what this run cannot do.
+        ConfigError: the run does not support what the launch requests.
     """
     terms = terms_from(os.environ, launch)
     if terms.elastic or terms.restarts:
@@ -60,11 +61,11 @@ def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> tuple[l
 
 
 def largest_mesh(config: Config, processes: int, least: int, most: int) -> tuple[list[str], int]:
-    """The flags, and the ranks, of the largest mesh in the list that ``least`` to ``most`` nodes fill with
-    ``processes`` ranks each.
+    """Return the flags and the number of ranks of the largest listed mesh for ``least`` to ``most`` nodes
+    with ``processes`` ranks each.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no listed mesh fits.
     """
     meshes = filter(None, map(parse_mesh, config.parallelism.elastic_meshes))
     allowed = range(least * processes, most * processes + 1, processes)
@@ -73,7 +74,7 @@ def largest_mesh(config: Config, processes: int, least: int, most: int) -> tuple
 
 
 def _flags(config: Config, world_size: int) -> list[str]:
-    """The flags of the first mesh in the list that has as many ranks.
+    """Return the flags of the first listed mesh with ``world_size`` ranks.
 
     Raises:
         ConfigError: there is none.
@@ -90,10 +91,10 @@ def _flags(config: Config, world_size: int) -> list[str]:
 def layouts(
     config: Config, argv: Sequence[str], launch: Launch, hardware: Hardware
 ) -> Callable[[int], list[str]]:
-    """Gives the flags for a number of nodes.
+    """Return a function from a number of nodes to the flags of their mesh.
 
     Raises (when called):
-        ConfigError: so many cannot train.
+        ConfigError: this number of nodes cannot train.
     """
 
     @functools.cache
@@ -123,11 +124,11 @@ def run_nodes(
     hardware: Hardware,
     prepare: Callable[[], None],
 ) -> int:
-    """Take part in the run of several nodes that ``launch`` describes; returns the exit code.
+    """Take part in the multi-node run that ``launch`` describes; return the exit code.
 
     Raises:
-        ConfigError: the least number of nodes cannot train, or node 0 cannot listen.
-        ToolkitError: preparing failed.
+        ConfigError: the minimum number of nodes cannot train, or node 0 cannot listen.
+        ToolkitError: preparation failed.
     """
     terms = terms_from(os.environ, launch)
     flags_for = layouts(config, argv, launch, hardware)
@@ -165,14 +166,14 @@ def run_nodes(
 
 
 def _newest(folder: Path) -> int:
-    """The newest step saved; 0 without one, or where the storage does not answer."""
+    """Return the newest saved step; 0 if there is none, or if the storage does not answer."""
     with suppress(OSError, ToolkitError):
         return max(committed_steps(folder), default=0)
     return 0
 
 
 def _facts(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """The device and the configuration, of which nodes may differ in nothing but paths of their own."""
+    """Return the device and the configuration, which may differ between nodes only in local paths."""
     keys = [field.key for field in config.present_fields() if field.key not in _A_NODE_MAY_HAVE_ITS_OWN]
     device = {"device": hardware.device, "bfloat16 in hardware": hardware.native_bf16}
     return device | {key: config.value(key) for key in keys}

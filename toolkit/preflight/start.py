@@ -28,7 +28,7 @@ class Start:
 
     @cached_property
     def loaded_by(self) -> str:
-        """Key that selects the checkpoint to load, the run's own first; "" if none is loaded."""
+        """Key that selects the checkpoint to load, preferring the run's own; "" if none is loaded."""
         options = self.config.checkpoint
         if not options.enable:
             return ""
@@ -45,12 +45,12 @@ class Start:
 
     @cached_property
     def weights(self) -> Path | None:
-        """Hugging Face folder that the run starts from."""
+        """Hugging Face folder from which the run starts."""
         return None if self.loaded_by else weights_folder(self.config)
 
     @cached_property
     def loaded(self) -> Path:
-        """Checkpoint that the run starts from; only valid if ``loaded_by`` is set."""
+        """Checkpoint from which the run starts; valid only if ``loaded_by`` is set."""
         options = self.config.checkpoint
         if self.loaded_by == "checkpoint.initial_load_path":
             return expand_user(options.initial_load_path or "")
@@ -90,5 +90,5 @@ class Start:
 
     @property
     def resumes(self) -> bool:
-        """True if the run continues from step, optimizer and data position, not from the weights alone."""
+        """True if the run resumes step, optimizer and data position, not just the weights."""
         return self.own or (bool(self.loaded_by) and not self.config.checkpoint.initial_load_model_only)

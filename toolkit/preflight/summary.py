@@ -1,4 +1,4 @@
-"""Description of a run that may start, with notes on what may surprise."""
+"""Describe a valid run, with notes about surprising settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.preflight.planned_run import NOTES, Note, PlannedRun
 
 
 def notes(config: Config, *, world_size: int, hardware: Hardware, only: Collection[str] = ()) -> list[str]:
-    """Return notes on valid settings that may surprise; ``only`` selects notes by name."""
+    """Return notes about valid but surprising settings; ``only`` selects notes by name."""
     run = PlannedRun(config, world_size, hardware)
     training = config.training
     files = [file.__name__ for file in rules.load(config, hardware.device)]
@@ -71,7 +71,7 @@ def summary(config: Config, *, world_size: int, hardware: Hardware) -> str:
 
 
 def _techniques(run: PlannedRun, mesh: ParallelDims) -> Iterator[str]:
-    """Yield how the model is sharded, checkpointed and computed."""
+    """Yield descriptions of how the model is sharded, checkpointed and computed."""
     options, checkpointing = run.config.parallelism, run.config.activation_checkpoint
     yield strategy_in_effect(options, mesh)
     if mesh.pp > 1:

@@ -1,1 +1,1 @@
-"""Object storage by URL: paths and calls with retries. Imports no torch."""
+"""Object storage by URL: paths, and calls with retries. Imports no torch."""

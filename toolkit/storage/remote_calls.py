@@ -1,8 +1,8 @@
 """Calls to object storage with retries and clear errors.
 
-A call that fails with a lost connection, a timeout or a temporary error is retried with exponential backoff
-for ``PATIENCE`` seconds, or ``FIRST_PATIENCE`` if the store has never answered. Credentials come from the
-backend's usual sources (environment, profile, role); messages never contain them.
+A call that fails because of a lost connection, a timeout or a temporary error is retried with exponential
+backoff for ``PATIENCE`` seconds, or ``FIRST_PATIENCE`` if the store has never answered. Credentials come from
+the backend's usual sources (environment, profile, role); messages never contain them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from toolkit.errors import DataError, install_command, redact
 
 PATIENCE, FIRST_PATIENCE = 300.0, 30.0
-"""Seconds for which a call is retried."""
+"""Maximum seconds to retry a call."""
 TIMEOUT = 60.0
-"""Timeout of one attempt in seconds; it transfers at most ``PART`` bytes."""
+"""Timeout of one attempt in seconds; an attempt transfers at most ``PART`` bytes."""
 _RETRYABLE = re.compile(
     "(ClientConnection|ClientPayload|Connection|EndpointConnection|FSTimeout|HTTPClient|IncompleteRead|"
     "ResponseParser|ResponseStreaming|ServerTimeout|ServiceRequest|ServiceResponse|Timeout)Error|IncompleteRead"
 )
-"""Names of error classes of any backend that may be temporary."""
+"""Names of error classes, of any backend, for errors that may be temporary."""
 _RETRYABLE_CODES = (
     "RequestTimeout",
     "SlowDown",
@@ -60,7 +60,7 @@ def retry(call: Callable[[], Any], place: str, *, patience: float | None = None)
     """Return the result of ``call``, with retries as described in the module docstring.
 
     Raises:
-        FileNotFoundError, FileExistsError: a file is missing, or exists.
+            FileNotFoundError, FileExistsError: a file is missing, or already exists.
         StorageError: any other error.
     """
     global _answered
@@ -81,7 +81,7 @@ def retry(call: Callable[[], Any], place: str, *, patience: float | None = None)
                 raise _error(error, code, place) from None
             if passed + pause > limit:
                 raise _error(error, code, place, passed) from None
-            time.sleep(pause * random.uniform(0.5, 1))  # jitter, so that ranks do not retry all at once
+            time.sleep(pause * random.uniform(0.5, 1))  # jitter, so that not all ranks retry at the same time
             pause = min(2 * pause, 10)
         else:
             _answered = True
@@ -99,7 +99,7 @@ def run_call(fs: Any, method: str, *args: Any, **options: Any) -> Any:
 
 @lru_cache
 def file_system(scheme: str, process: int, tries: int = 1) -> Any:
-    """Open the file system of a scheme in this process; on S3 with ``tries`` attempts per request."""
+    """Open the file system of a scheme in this process; on S3, with ``tries`` attempts per request."""
     try:
         import fsspec
 
@@ -123,7 +123,7 @@ def file_system(scheme: str, process: int, tries: int = 1) -> Any:
 
 
 def _response(error: BaseException) -> dict[str, Any]:
-    """Return S3's response to which s3fs raised an error, or {}."""
+    """Return the S3 response for which s3fs raised an error, or {}."""
     for candidate in (error, error.__cause__):
         response = getattr(candidate, "response", None)
         if isinstance(response, dict):

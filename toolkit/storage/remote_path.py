@@ -1,7 +1,7 @@
-"""Files in object storage, with the methods of ``pathlib`` that weights and checkpoints need.
+"""Files in object storage, with the ``pathlib`` methods that weights and checkpoints need.
 
-A :class:`RemotePath` is not an ``os.PathLike``, so that code for local files rejects it, and never creates a
-folder ``s3:``. Any fsspec file system works that can list, read ranges and write.
+A :class:`RemotePath` is not an ``os.PathLike``, so code for local files rejects it and never creates a folder
+``s3:``. Any fsspec file system works that can list, read ranges and write.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
 RANGE, RANGES_AT_ONCE = 16 << 20, 8
-"""Bytes per request of a large read, and number of parallel requests."""
+"""Bytes per request of a large read, and maximum number of parallel requests."""
 _FIRST_BLOCK, _LAST_BLOCK = 64 << 10, 64 << 20
 """Bytes per request of random and of sequential reads."""
 PART = 64 << 20
-"""Bytes per part of an upload, of which S3 allows 10,000."""
+"""Bytes per part of an upload; S3 allows 10,000 parts."""
 TRIES = 28
-"""Attempts per part: with s3fs's pauses of up to 15 s, about 5 minutes."""
+"""Attempts per part: about 5 minutes with s3fs's pauses of up to 15 s."""
 
 
 class RemotePath:
-    """``scheme://bucket/name``. A folder exists while it contains files; mkdir has no effect.
+    """``scheme://bucket/name``. A folder exists as long as it contains files; mkdir has no effect.
 
     Raises:
-        StorageError: by every method that accesses the store.
+        StorageError: in every method that accesses the store.
     """
 
     reads = False
-    """Also accept read-only sources: the Hub, a web address."""
+    """True if read-only sources (the Hub, a web address) are accepted too."""
 
     def __init__(self, url: str):
         if problem := url_problem(url, storage="read" if self.reads else True):
@@ -53,7 +53,7 @@ class RemotePath:
         self._names = tuple(name for name in rest.split("/") if name)
 
     def _of(self, *names: str) -> Self:
-        other = object.__new__(type(self))  # unchecked: a listing may have any names
+        other = object.__new__(type(self))  # not validated, because a listing may contain any name
         other.scheme, other._names = self.scheme, names
         return other
 
@@ -104,7 +104,7 @@ class RemotePath:
         """Return ``st_size``, ``st_mode``, and an ``st_mtime_ns`` that changes with the file.
 
         Raises:
-            FileNotFoundError: nothing has this name.
+                FileNotFoundError: nothing exists at this path.
         """
         info = self._call("info", str(self))
         kind = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
@@ -134,7 +134,7 @@ class RemotePath:
             found = self._call("ls", f"{self}/", detail=False)
         except FileNotFoundError:
             return
-        folder = self.file_system._strip_protocol(str(self)).strip("/")  # some stores list it too
+        folder = self.file_system._strip_protocol(str(self)).strip("/")  # some stores list the folder itself
         paths = {path.strip("/") for path in found} - {folder, ""}
         yield from (self / name for name in sorted(path.rpartition("/")[2] for path in paths))
 
@@ -148,11 +148,11 @@ class RemotePath:
     # Reading
 
     def open_regular(self) -> io.BufferedReader:
-        """Open the file for random reads; see :func:`toolkit.config.local_paths.open_regular`."""
+        """Open the file for random reads, as in :func:`toolkit.config.local_paths.open_regular`."""
         return io.BufferedReader(_Reader(self, self.stat().st_size), _FIRST_BLOCK)
 
     def open(self, mode: str = "rb") -> Any:
-        """Open the file for reading, or with ``"wb"`` for writing; a written file exists once it is
+        """Open the file for reading, or with ``"wb"`` for writing; a written file does not exist until it is
         closed."""
         if mode == "rb":
             return self.open_regular()
@@ -160,8 +160,8 @@ class RemotePath:
         return Upload(self)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill ``memory`` with the bytes from ``offset`` on, with parallel requests. Returns the number of
-        bytes."""
+        """Fill ``memory`` with the bytes from ``offset`` on, in parallel requests. Returns the number of
+        bytes read."""
 
         def read_range(begin: int) -> int:
             target = memory[begin : begin + RANGE]
@@ -184,7 +184,7 @@ class RemotePath:
         """Create a small file with one request.
 
         Raises:
-            FileExistsError: it exists with other contents.
+                FileExistsError: the file exists with other contents.
         """
         exclusive = (
             {"mode": "create"} if hasattr(self.file_system, "call_s3") or self.scheme in ("gs", "gcs") else {}
@@ -192,7 +192,7 @@ class RemotePath:
         try:
             self._call("pipe_file", str(self), content, **exclusive)
         except FileExistsError:
-            if self.read_bytes() != content:  # else an earlier attempt succeeded, but its response was lost
+            if self.read_bytes() != content:  # equal if only the response to an earlier attempt was lost
                 raise
 
     def read_bytes(self) -> bytes:
@@ -220,7 +220,7 @@ class RemotePath:
 
 
 class _Reader(io.RawIOBase):
-    """Reads a file in blocks, caches the latest, and increases their size for sequential reads."""
+    """Reads a file in blocks, caches the latest block, and increases the block size for sequential reads."""
 
     def __init__(self, path: RemotePath, size: int):
         self._path, self._size, self._at = path, size, 0
@@ -251,7 +251,7 @@ class _Reader(io.RawIOBase):
         return len(content)
 
     def _block(self) -> tuple[int, memoryview]:
-        """Return the offset and contents of the block with the current position."""
+        """Return the offset and contents of the block at the current position."""
         begin, length = self._at // _FIRST_BLOCK * _FIRST_BLOCK, _FIRST_BLOCK
         for start, block in self._blocks:
             if start <= self._at < start + len(block):
@@ -320,7 +320,7 @@ def check_size(path: RemotePath, size: int) -> None:
 
 
 def abort_uploads(folder: RemotePath) -> int:
-    """Abort the multipart uploads below ``folder`` of killed processes. Returns their number. Only S3 needs
+    """Abort the multipart uploads of killed processes below ``folder``. Returns their number. Only S3 needs
     this."""
     fs = folder.file_system
     if not hasattr(fs, "call_s3"):
@@ -331,7 +331,7 @@ def abort_uploads(folder: RemotePath) -> int:
             lambda: run_call(fs, "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix),
             str(folder),
         )
-    except StorageError:  # some stores deny it, and leftovers only take space
+    except StorageError:  # some stores deny it, and leftovers only take up space
         return 0
     uploads = response.get("Uploads") or []
     for upload in uploads:

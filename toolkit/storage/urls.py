@@ -1,4 +1,4 @@
-"""Validation of URLs instead of paths.
+"""Validate URLs given instead of paths.
 
 Imports neither torch nor fsspec; loaded only if a value contains ``://``.
 """
@@ -11,11 +11,11 @@ from typing import Literal, TypeAlias
 from toolkit.errors import redact
 
 Storage: TypeAlias = bool | Literal["read"]
-"""True if object storage can be read and written, "read" if any URL can be read."""
+"""True allows object storage for reading and writing; "read" allows any readable URL."""
 _URL = re.compile(r"(?:^|,)\s*([A-Za-z][A-Za-z0-9+.-]*)://([^,\s]*)")  # also in comma-separated paths
 _HUB = re.compile(r"(?:https?://(?:www\.)?huggingface\.co/|hf://)(datasets/)?([\w.-]+/([\w.-]+))")
 _NO_STORE = ("file", "local", "http", "https", "hf", "memory", "ftp")
-"""Schemes that a run cannot save to."""
+"""Schemes to which a run cannot save."""
 _NO_SCHEME = ":// is only allowed in URLs, after a scheme such as s3", "write a path without ://"
 _CREDENTIALS = "write only the bucket and path; put credentials into the environment or profile of the store"
 

@@ -1,1 +1,1 @@
-"""Reading, writing and conversion of weight formats."""
+"""Read, write and convert weight formats."""

@@ -1,4 +1,4 @@
-"""Conversion of weights between formats, with verification. The parameter table has the names."""
+"""Convert weights between formats, with verification. The names come from the parameter table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _STEP = re.compile(r"step-(\d+)")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TOKENIZER_MODEL = "tokenizer.model"
 _SHOWN = 8
-_COMPARE_THREADS = 4  # each has one tensor of both sides in memory
+_COMPARE_THREADS = 4  # each has one tensor of both sources in memory
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Conversion:
 
     @property
     def others(self) -> Mapping[str, bytes]:
-        """Files to write next to the weights. Meta's params.json has no ids of BOS and EOS, which are written
-        to generation_config.json as for Hugging Face."""
+        """Files to write next to the weights. Meta's params.json has no BOS and EOS ids, so they are written
+        to generation_config.json, as for Hugging Face."""
         files, generated = self.companions.files, self.companions.generated
         if self.to == "meta":
             original = {name: content for name, content in files.items() if name not in generated}
@@ -86,7 +86,7 @@ class Conversion:
 
     @property
     def missing(self) -> list[str]:
-        """Files and ids that readers of the format expect, but that were not found."""
+        """Files and ids that readers of the format expect but that were not found."""
         if self.to == "meta":
             return [] if TOKENIZER_MODEL in self.companions.files else [TOKENIZER_MODEL]
         if self.to == "dcp":
@@ -114,11 +114,13 @@ def prepare(
 ) -> Conversion:
     """Prepare a conversion and check everything except the elements of the weights.
 
-    ``what`` is "hf-to-dcp" or the like, or "merge", which writes the model at ``path`` with an ``adapter`` in
-    the Hugging Face format. The checkpoint of an adapter is converted as its base with the adapter merged.
+    ``what`` is "hf-to-dcp" or similar, or "merge", which merges an ``adapter`` into the model at ``path`` and
+    writes the Hugging Face format. The checkpoint of an adapter is converted as its base with the adapter
+    merged.
 
-    The tokenizer is ``tokenizer``, or the one next to the weights, or the one the run was trained with. For a
-    checkpoint, ``out`` is a step-N folder, or the folder for step-0. ``hashes`` verifies a checkpoint first.
+    The tokenizer is ``tokenizer``, else the one next to the weights, else the one from training. For a
+    checkpoint, ``out`` is a step-N folder, or the parent folder for step-0. ``hashes`` verifies a source
+    checkpoint first.
 
     Raises:
         DataError, CheckpointError: the weights are missing, damaged, of another format, or do not match their
@@ -160,7 +162,7 @@ def prepare(
 
 
 def _absolute(path: Path) -> Path:
-    """Return a path with a name and a parent, which "." lacks; URLs have both."""
+    """Return an absolute path, so that it has a name and a parent, unlike "."; URLs always have both."""
     return Path(os.path.abspath(path)) if isinstance(path, Path) else path
 
 
@@ -184,12 +186,11 @@ def _open_source(
 
 
 def convert(conversion: Conversion, *, verify: bool = False, progress: Progress = no_progress) -> None:
-    """Write the converted weights in this process. ``verify`` reads them back before they get their final
-    name.
+    """Write the converted weights in this process. ``verify`` reads them back before the final rename.
 
     Raises:
-        DataError, CheckpointError: the source is damaged or ``verify`` failed, after which the output is
-            removed; or the disk is full.
+        DataError, CheckpointError: the disk is full; or the source is damaged or ``verify`` failed, in which
+            case the output is removed.
     """
     source, out, others = conversion.source, conversion.out, conversion.others
     check, ranks = partial(compare, source) if verify else None, Ranks(alone=True)
@@ -229,10 +230,10 @@ def mapping(conversion: Conversion) -> Iterator[str]:
 
 
 def compare(source: WeightSource, written: WeightSource) -> None:
-    """Read and compare all tensors in a few threads.
+    """Read and compare all tensors in several threads.
 
     Raises:
-        DataError: tensors differ in any bit, are missing, or have a NaN or infinity, or model args differ;
+        DataError: tensors differ in any bit, are missing, or contain a NaN or infinity, or model args differ;
             all are reported by name.
     """
     expected, found = asdict(source.args), asdict(written.args)
@@ -270,7 +271,7 @@ def compare(source: WeightSource, written: WeightSource) -> None:
 
 
 def _manifest(conversion: Conversion) -> dict[str, Any]:
-    """Build the ``run`` entries of the manifest that readers of a checkpoint need."""
+    """Build the ``run`` entries that readers of a checkpoint need in its manifest."""
     tokenizer = conversion.companions.place
     return {
         "model_only": True,
@@ -290,8 +291,9 @@ def _manifest(conversion: Conversion) -> dict[str, Any]:
 
 
 def _companions(source: WeightSource, tokenizer: Path | None, adapter: Adapter | None) -> Companions:
-    """Collect the tokenizer's files and special tokens; the weights' own special tokens take precedence if
-    the tokenizer is theirs. An adapter's tokenizer takes precedence over its base's."""
+    """Collect the tokenizer's files and special tokens. If the tokenizer belongs to the weights, special
+    tokens stored with the weights take precedence. An adapter's tokenizer takes precedence over its
+    base's."""
     other = tokenizer or (tokenizer_of(adapter) if adapter else None)
     tokenizer = other or tokenizer_of(source)
     add_bos = configured_add_bos(run_of(adapter or source))

@@ -1,6 +1,6 @@
-"""Writing of model-only checkpoints, reading each tensor when it is written.
+"""Write model-only checkpoints, reading each tensor only when it is written.
 
-Files have about 1 GiB, and at most four are in memory at once. The commit is that of a run's saves: hashes,
+Files have about 1 GiB, and at most four are in memory at once. They are committed like a run's saves: hashes,
 manifest, one rename. A killed writer leaves a ``step-N.tmp-`` folder, which the next writer or run removes.
 """
 
@@ -49,7 +49,7 @@ def write_dcp(
     ``check`` is called with the written weights before they are committed.
 
     Raises:
-        DataError: the step exists, or another process is writing in its folder.
+        DataError: the step exists, or another process is writing in the folder.
         CheckpointError: it cannot be written; the output is removed.
         ToolkitError: a tensor cannot be read, or ``check`` failed; the output is removed.
     """
@@ -61,7 +61,7 @@ def write_dcp(
         commit_folder(work, out, files, metadata, run)
 
     try:
-        with exclusive_lock(out.parent / LOCK):  # the lock of a run that saves there
+        with exclusive_lock(out.parent / LOCK):  # the same lock as that of a run that saves there
             reject_existing(out)
             for _ in clear(out.parent):
                 pass

@@ -1,4 +1,4 @@
-"""Export of a run's checkpoint as a Hugging Face folder, during the run."""
+"""Export a run's checkpoint as a Hugging Face folder during the run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def export_hf(
     ranks: Ranks,
     max_bytes: int = MAX_BYTES,
 ) -> None:
-    """Write the model in a committed ``step_folder`` as ``out``, in ``dtype``, with the tokenizer's files.
+    """Write the model in a committed ``step_folder`` to ``out``, in ``dtype``, with the tokenizer's files.
 
-    Collective: each of ``ranks`` writes part of the files, reading what it needs from the checkpoint, which
+    Collective: each of ``ranks`` writes some of the files and reads what it needs from the checkpoint, which
     was just written and is not verified again. ``out`` is replaced atomically.
 
     Raises:

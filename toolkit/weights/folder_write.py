@@ -1,7 +1,7 @@
-"""Writing of weight folders one file at a time, in a work folder that is renamed when it is complete.
+"""Write weight folders one file at a time, in a work folder that is renamed when complete.
 
-Each rank writes entire files, so that ranks share only a file system. After a process was killed, the same
-call resumes after the last finished file.
+Each rank writes entire files, so ranks need to share nothing but a file system. If the process is killed, the
+same call resumes after the last finished file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from toolkit.weights.source import WeightSource
 from toolkit.weights.views import source_paths
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes written or skipped."""
+"""Function called with the number of bytes written or skipped."""
 
 
 def no_progress(count: int) -> None:
@@ -33,10 +33,10 @@ def no_progress(count: int) -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """Contents of a folder to write.
+    """Contents of a folder to be written.
 
     Attributes:
-        files: tensors (our names) of each file of weights.
+            files: tensors (our names) of each weight file.
         others: contents of other files.
         write: writes the tensors of one file to a path.
         open: opens the folder for reading.
@@ -58,16 +58,16 @@ def write_folder(
     check: Callable[[WeightSource], None] | None = None,
     replace: bool = False,
 ) -> None:
-    """Write ``folder`` to ``out`` from ``source``; each of ``ranks`` writes part of the files.
+    """Write ``folder`` to ``out`` from ``source``; each of ``ranks`` writes some of the files.
 
-    ``progress`` is called here only for files that exist already. ``check`` is called with the written
+    ``progress`` is called here only for files that already exist. ``check`` is called with the written
     weights before the rename. With ``replace``, an existing ``out`` is replaced when the new folder is
     complete.
 
     Raises:
-        CheckpointError: it cannot be written; finished files are kept, and the same call resumes with them.
+        CheckpointError: it cannot be written; finished files are kept, and the same call resumes after them.
         DataError, CheckpointError: the source is damaged, or ``check`` failed; the output is removed.
-        DataError: ``out`` exists and is not to be replaced, or another process is writing it.
+        DataError: ``out`` exists and ``replace`` is False, or another process is writing it.
     """
     with ExitStack() as locks:  # of rank 0
         work = ranks.on_rank_0(partial(_begin, source, out, folder, replace, locks))
@@ -107,7 +107,7 @@ def _begin(source: WeightSource, out: Path, folder: Folder, replace: bool, locks
 def _write_files(
     source: WeightSource, work: Path, folder: Folder, ranks: Ranks, progress: Progress
 ) -> tuple[list[str], list[str]]:
-    """Write this rank's files. Returns errors of the source and errors of writing."""
+    """Write this rank's files. Returns read errors of the source and write errors."""
     try:
         for name in list(folder.files)[ranks.rank :: ranks.size]:
             if (work / name).exists():
@@ -148,7 +148,7 @@ def _finish(
                 shutil.rmtree(work, ignore_errors=True)
                 raise
         if not replace:
-            reject_existing(out)  # it may have been created meanwhile
+            reject_existing(out)  # it may have been created in the meantime
         sync_folder(work)
         replace_folder(work, out)
     except OSError as error:

@@ -39,7 +39,7 @@ _NAMES = (
 
 def tokenizer_of(source: WeightSource) -> Path | None:
     """Find the tokenizer next to the weights, or in the parent folder, where Meta stores one for several
-    sizes; for a checkpoint, the one it was trained with (relative paths start at the working directory)."""
+    sizes. For a checkpoint, find the one from training (relative paths start at the working directory)."""
     paths = [source.place]
     if isinstance(origin(source), MetaFolder):
         paths.append(source.place.parent)
@@ -72,7 +72,7 @@ def _template(settings: Mapping[str, Any]) -> str | None:
 
 
 def run_of(source: WeightSource) -> Mapping[str, Any]:
-    """Return ``run`` in the manifest of a checkpoint or adapter; {} for other weights."""
+    """Return a manifest's ``run``, of a checkpoint or adapter; {} for other weights."""
     return getattr(origin(source), "run", {})
 
 
@@ -83,10 +83,10 @@ def configured_add_bos(run: Mapping[str, Any]) -> bool | None:
 
 def special_tokens_of(source: WeightSource) -> Mapping[str, Any]:
     """Return the ids of "bos", "eos" (one or a list) and "pad" stored with the weights: in the manifest of a
-    converted checkpoint, or in generation_config.json, or in config.json.
+    converted checkpoint, else in generation_config.json, else in config.json.
 
     Raises:
-        DataError: such a file cannot be read.
+        DataError: one of these files cannot be read.
     """
     base = origin(source)
     if not isinstance(base, SafetensorsFolder | MetaFolder):
@@ -100,10 +100,10 @@ def special_tokens_of(source: WeightSource) -> Mapping[str, Any]:
 
 
 def eos_ids(source: WeightSource) -> tuple[int, ...]:
-    """Return every EOS id stored with the weights; () if there is none.
+    """Return every EOS id stored with the weights; () if there are none.
 
     Raises:
-        DataError: a file with the ids cannot be read, or has another type of value.
+        DataError: a file with the ids cannot be read, or a value has the wrong type.
     """
     eos = special_tokens_of(source).get("eos")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -122,8 +122,8 @@ class Companions:
 
     Attributes:
         files: contents by name.
-        entries: number of ids of the tokenizer at ``place``; 0 without one.
-        generated: names of the files that were generated here, which only transformers needs.
+            entries: number of ids of the tokenizer at ``place``; 0 without a tokenizer.
+            generated: names of the files generated here, which only transformers needs.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -136,9 +136,9 @@ class Companions:
 def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companions:
     """Collect the files of a tokenizer folder or file.
 
-    A tiktoken file without a tokenizer.json gets one, which transformers needs. If ``add_bos`` differs from
-    the files, they are changed. EOS ids are the tokenizer's, and those that the chat template writes after an
-    answer.
+    A tiktoken file without a tokenizer.json gets one, because transformers needs it. If ``add_bos`` differs
+    from the files' setting, they are changed. EOS ids are the tokenizer's, and those that the chat template
+    writes after an answer.
 
     Raises:
         DataError: there is no tokenizer, or it is damaged.
@@ -159,7 +159,7 @@ def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companio
 
 
 def _stop_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """Return the stop ids of the chat template among ``files`` if it is usable, or else of the tokenizer."""
+    """Return the stop ids of the chat template in ``files`` if it is usable, else those of the tokenizer."""
     if TEMPLATE in files or b'"chat_template"' in files.get("tokenizer_config.json", b""):
         from toolkit.data.chat.template import template_beside  # needs jinja
 
@@ -170,8 +170,8 @@ def _stop_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> tuple[int, ..
 
 
 def _with_add_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the ``files`` that determine whether texts begin with BOS, changed to what ``tokenizer``
-    does."""
+    """Change the ``files`` that determine whether texts begin with BOS to match ``tokenizer``, and return
+    them."""
     config = json.loads(files.get("tokenizer_config.json", b"{}")) | {"add_bos_token": tokenizer.adds_bos}
     changed = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
     if content := files.get("tokenizer.json"):

@@ -1,7 +1,7 @@
-"""Writing of Hugging Face folders: safetensors files of at most 5 GB with their index, and the configs.
+"""Write Hugging Face folders: safetensors files of at most 5 GB, their index, and the configs.
 
-The dtype is the source's; :class:`toolkit.weights.views.Cast` changes it. Each rank writes entire files, with
-one at a time in memory.
+The dtype is the source's; :class:`toolkit.weights.views.Cast` changes it. Each rank writes entire files, one
+at a time in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids in config.json: BOS, EOS (one or several) and padding."""
+    """Ids for config.json: BOS, EOS (one or several) and padding."""
 
     bos: int | None = None
     eos: int | list[int] | None = None
@@ -57,7 +57,7 @@ def write_hf(
 ) -> None:
     """Write ``source`` as a Hugging Face folder ``out``, with the files ``others`` (the tokenizer).
 
-    For other arguments see :func:`toolkit.weights.folder_write.write_folder`.
+    The other arguments are those of :func:`toolkit.weights.folder_write.write_folder`.
     """
     shards = split_into_files(in_order(source), max_bytes)
     files = dict(zip(shard_names(len(shards)), map(list, shards), strict=True))
@@ -71,7 +71,7 @@ def write_hf(
 
 
 def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
-    """Return generation_config.json with the ids that are set; no file if there are none."""
+    """Return generation_config.json with the ids that are set; empty if none is set."""
     ids = generation_config_json(**asdict(tokens))
     return {GENERATION_CONFIG: _json(ids)} if ids else {}
 

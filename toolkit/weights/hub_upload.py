@@ -1,4 +1,4 @@
-"""Upload of a folder to the Hugging Face Hub with huggingface_hub and its login."""
+"""Upload a folder to the Hugging Face Hub with huggingface_hub and its stored login."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WEIGHTS = (
     "generation_config.json",
     "adapter_config.json",
 )
-"""Files of an export, deleted from an earlier one because they might be read instead of the new ones."""
+"""Files of an earlier export to delete, because they might be read instead of the new ones."""
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload ``folder`` to the model ``repository`` (user/name), which is created as private if needed.
+    """Upload ``folder`` to the model ``repository`` (user/name); a missing repository is created as private.
 
-    Earlier weights that are not in ``folder`` are deleted there. Returns the repository's URL.
+    Earlier weights in the repository that are not in ``folder`` are deleted. Returns the repository's URL.
 
     Raises:
-        CheckpointError: the upload failed; the message contains no token.
+        CheckpointError: the upload failed; the message does not contain the token.
     """
     from huggingface_hub import HfApi
 
@@ -40,7 +40,7 @@ def push_folder(folder: Path, repository: str) -> str:
             commit_message=f"Upload {folder.name} of a training run",
             delete_patterns=[*_WEIGHTS],
         )
-    except Exception as error:  # of several packages: network, files, permissions
+    except Exception as error:  # several packages raise their own errors: network, files, permissions
         reason = one_line(_TOKEN.sub("hf_…", f"{type(error).__name__}: {error}"))
         raise CheckpointError(
             f"{folder} could not be uploaded to {repository}: {reason}\n"

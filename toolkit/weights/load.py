@@ -1,9 +1,9 @@
-"""Loading of weights on disk into a sharded model.
+"""Load weights from disk into a sharded model.
 
-Each rank reads only the regions of its shards, in blocks, several in parallel: directly into the shard if
-that is on the host and of the dtype on disk, otherwise through a buffer. If only rank 0 has the files, it
-reads and broadcasts block after block, and each rank copies its part. Either way, peak memory is a rank's
-shards and some blocks.
+Each rank reads only the regions of its shards, in blocks, several in parallel: directly into the shard if it
+is on the host and has the dtype on disk, otherwise through a buffer. If only rank 0 has the files, it reads
+and broadcasts block by block, and each rank copies what overlaps its shards. Either way, peak memory is a
+rank's shards and a few blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.weights.source import StoredTensor, WeightSource
 
 BLOCK_BYTES = 16 << 20
-"""Size of a thread's block: small, so that many threads need little memory."""
-_SHOWN = 8  # names in a message
+"""Size of a thread's block, small so that many threads need little memory."""
+_SHOWN = 8  # maximum number of names in a message
 # A run sets model args in its config; tools read them from the config.json next to the weights.
 _TIED = "model.tie_embeddings, or for a tool tie_word_embeddings in config.json,"
 _VOCABULARY = "model.vocab_size, or for a tool vocab_size in config.json,"
@@ -42,13 +42,13 @@ def load_weights(
 ) -> None:
     """Load ``tensors`` by name, in place, cast to their dtype; collective over ``group`` (default: all).
 
-    ``tensors`` are this rank's, DTensors of any mesh or plain ones. The ranks together must have all tensors
-    of ``source``. With ``broadcast_from_rank_0``, ``source`` may be None on other ranks, and the group must
+    ``tensors`` are this rank's tensors or DTensors, of any mesh. Together the ranks must have all tensors of
+    ``source``. With ``broadcast_from_rank_0``, ``source`` may be None on other ranks, and the group must
     support CPU tensors (gloo). Names and shapes are compared on every rank before anything is written.
 
     Raises:
-        DataError: on every rank: tensors are missing, unexpected or of other shapes, by name; or the source
-            is damaged.
+        DataError: on every rank: tensors are missing, unexpected or of other shapes, reported by name; or the
+            source is damaged.
     """
     ranks = Ranks(group)
     place, stored = ranks.on_rank_0(lambda: _contents(source))
@@ -71,10 +71,10 @@ def open_on_all_ranks(
     only_rank_0: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> WeightSource | None:
-    """Open the same weights on every rank by ``open_weights``; with ``only_rank_0``, return None on others.
+    """Open the same weights on every rank with ``open_weights``; with ``only_rank_0``, other ranks get None.
 
     Raises:
-        DataError: on every rank: it failed on some rank, or the ranks see different weights.
+        DataError: on every rank: opening failed on some rank, or the ranks see different weights.
     """
     ranks = Ranks(group)
     source, failure = None, []
@@ -103,7 +103,7 @@ def _contents(source: WeightSource | None) -> tuple[str, dict[str, StoredTensor]
 def _mismatches(
     stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor | Fillable], ranks: Ranks
 ) -> list[str]:
-    """List differences in names and shapes between the weights and the tensors of this rank."""
+    """List differences in names and shapes between the weights and this rank's tensors."""
     problems = []
     missing = [name for name in tensors if name not in stored]
     if missing:
@@ -118,7 +118,7 @@ def _mismatches(
         problems.append(f"of another shape: {first_few(list(shapes.values()), _SHOWN)}")
     if shapes.keys() and shapes.keys() <= {EMBEDDING, HEAD}:
         problems.append(f"fix:  set {_VOCABULARY} to that of the weights, or convert them with --vocab-size")
-    # Each rank of a pipeline has some of the names; those that no rank has are unexpected.
+    # Each rank of a pipeline has only some names; names that no rank has are unexpected.
     used_by_any = ranks.any_of([name in tensors for name in stored])
     extra = [name for name, used in zip(stored, used_by_any, strict=True) if not used]
     if extra:
@@ -159,12 +159,12 @@ def _read(source: WeightSource, shards: Mapping[str, LocalShard]) -> list[str]:
 
 
 def _is_readable_into(target: Tensor | Fillable, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Return whether bytes can be read directly into ``target``."""
+    """Return whether bytes on disk can be read directly into ``target``."""
     return isinstance(target, Tensor) and target.dtype == dtype and target.is_cpu and target.is_contiguous()
 
 
 def _row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[slice]:
-    """Yield the rows of a tensor in blocks of at most BLOCK_BYTES, or of one row if that is larger."""
+    """Yield the rows of a tensor in blocks of at most BLOCK_BYTES, or of one row if a row is larger."""
     step = max(1, BLOCK_BYTES // max(1, dtype.itemsize * math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
@@ -176,7 +176,7 @@ def _broadcast(
     shards: Mapping[str, LocalShard],
     ranks: Ranks,
 ) -> list[str]:
-    """Broadcast block after block from rank 0, each followed by a byte that is 1 if it could be read."""
+    """Broadcast block by block from rank 0; the byte after each block is 1 if the block could be read."""
     failure: list[str] = []
     row_bytes = [math.prod(it.shape[1:]) * it.dtype.itemsize for it in stored.values()]
     message = torch.empty(max(BLOCK_BYTES, *row_bytes) + 1, dtype=torch.uint8)
@@ -202,7 +202,7 @@ def _broadcast(
 
 
 def _copy_overlap(shard: LocalShard, block: Tensor, rows: slice) -> None:
-    """Copy the overlap of a block of full ``rows`` with this rank's shard."""
+    """Copy the overlap between a block of full ``rows`` and this rank's shard."""
     local, offset = shard
     start, stop = max(rows.start, offset[0]), min(rows.stop, offset[0] + local.shape[0])
     if start < stop:
@@ -212,7 +212,7 @@ def _copy_overlap(shard: LocalShard, block: Tensor, rows: slice) -> None:
 
 
 def _region(offset: Sequence[int], rows: slice, shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the region of ``rows`` of a shard at ``offset`` in the full tensor."""
+    """Return the region in the full tensor of ``rows`` of a shard at ``offset``."""
     columns = zip(offset[1:], shape[1:], strict=True)
     return (
         slice(offset[0] + rows.start, offset[0] + rows.stop),

@@ -1,6 +1,6 @@
 """Meta folders as weight sources: params.json and consolidated.NN.pth, one file per tensor-parallel rank.
 
-Each file has a slice of every matrix, by rows or by columns, and all norms. Regions are joined as they are
+Each file has a slice of every matrix, by rows or by columns, and all norms. Regions are joined while being
 read. Pickles are loaded with torch's ``weights_only`` onto the meta device, which reads names, shapes and
 file offsets, but no elements.
 """
@@ -30,10 +30,10 @@ from toolkit.weights.source import Region, StoredTensor, TiedHead
 
 _NO_WEIGHT = "rope.freqs"
 _AXIS = {"column": 0, "head": 0, "row": 1}
-"""Dimension that is sharded, by tensor-parallel style; other tensors are replicated in every file."""
+"""Sharded dimension by tensor-parallel style; other tensors are replicated in every file."""
 _BEFORE_ZIP = b"\x80\x02\x8a\n"
-"""First bytes of files of torch before 1.6."""
-_SHOWN = 5  # names in a message
+"""First bytes of files written by torch before 1.6."""
+_SHOWN = 5  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class _ShardedTensor:
 
 
 class MetaFolder:
-    """See :class:`toolkit.weights.source.WeightSource`. Supports any number of files.
+    """A :class:`toolkit.weights.source.WeightSource` with any number of files.
 
     If there are more files than key/value heads, as in the 405B with 16 files, adjacent files have the same
-    head, and one of them is read. ``note`` reports stored tensors that are ignored_note.
+    head, and only one of them is read. ``note`` reports stored tensors that are ignored.
 
     Raises:
         DataError: the folder is missing, of another model, or damaged.
@@ -107,7 +107,7 @@ class MetaFolder:
                 _read_shard(shard, within, out.narrow(axis, start - region[axis].start, stop - start))
 
     def _check_shapes(self) -> None:
-        """Reject shards of different dtypes, or of different sizes in the other dimensions."""
+        """Reject shards whose dtypes differ, or whose sizes differ in an unsharded dimension."""
         wrong = []
         for name, tensor in self._sharded.items():
             kinds = {(shard.dtype, _without(shard.shape, tensor.axis)) for shard in tensor.shards}
@@ -118,7 +118,7 @@ class MetaFolder:
 
 
 def _read_shard(shard: TensorPlace, region: Region, out: Tensor) -> None:
-    """Read a region into a view that may be non-contiguous, through a buffer of rows."""
+    """Read a region into a possibly non-contiguous view, through a buffer of rows."""
     if out.is_contiguous():
         read_region(shard, region, out)
         return
@@ -151,7 +151,7 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return consolidated.00.pth, consolidated.01.pth, …; none may be missing."""
+    """Return consolidated.00.pth, consolidated.01.pth, …; no number may be missing."""
     found = sorted(folder.glob("consolidated.*.pth"))
     if not found:
         raise DataError(f"{folder} has no weights: there is no consolidated.00.pth")
@@ -184,7 +184,7 @@ def _read_file(path: Path) -> dict[str, TensorPlace]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
         raise DataError(f"{path} contains other objects than tensors and is not loaded: {error}") from None
-    except Exception as error:  # what torch raises depends on the damage
+    except Exception as error:  # the type of torch's exception depends on the damage
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path} is damaged or truncated: {reason}") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

@@ -1,8 +1,8 @@
-"""Writing of Meta folders with one file: consolidated.00.pth and params.json.
+"""Write Meta folders with one weight file: consolidated.00.pth and params.json.
 
-torch writes the file's layout from tensors without data (``skip_data``); the bytes are then written one
-tensor at a time. A tied head is stored under its own name, as Meta's programs expect, sharing the bytes of
-the embedding.
+torch writes the file's layout from tensors without data (``skip_data``); the data is then written one tensor
+at a time. A tied head is stored under its own name, as Meta's programs expect, and shares the embedding's
+bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_meta(
 ) -> None:
     """Write ``source`` as a Meta folder ``out``, with the files ``others`` (the tokenizer).
 
-    For other arguments see :func:`toolkit.weights.folder_write.write_folder`.
+    The other arguments are those of :func:`toolkit.weights.folder_write.write_folder`.
     """
 
     def write(path: Path, names: Sequence[str]) -> None:

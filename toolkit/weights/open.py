@@ -1,7 +1,7 @@
-"""Opening of weights on disk in any format: a Hugging Face folder, a Meta folder, or a checkpoint.
+"""Open weights on disk in any format: a Hugging Face folder, a Meta folder, or a checkpoint.
 
-A checkpoint is a step-N folder; for a folder of checkpoints, or a run's folder, the newest is opened. A
-folder with weights in two formats is rejected, because they may be of two models.
+A checkpoint is a step-N folder; given a folder of checkpoints or a run's folder, the newest one is opened. A
+folder with weights in two formats is rejected, because they may belong to different models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NEEDED = """it must be one of
 class CheckpointWeights:
     """The model in a checkpoint, as a :class:`~toolkit.weights.source.WeightSource`.
 
-    ``metadata`` is the validated index of the tensors, ``run`` that of the manifest.
+    ``metadata`` is the validated index of the tensors, ``run`` the manifest's entry.
 
     Raises:
         CheckpointError: the manifest has no valid model args.
@@ -70,7 +70,7 @@ _COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", 
 
 
 def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
-    """Read model args written by :func:`dataclasses.asdict`, perhaps before a field was added."""
+    """Read model args written by :func:`dataclasses.asdict`, possibly before a field was added."""
     given = Fields(shape or {})
     scaling = given.inner("rope_scaling")
     family = given.values.get("family", ModelArgs.family)
@@ -125,8 +125,8 @@ def _classifier(given: Fields) -> Classifier | None:
 
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:
-    """Open the weights at ``path``, reading only headers; ``verify`` checks the hashes of a checkpoint,
-    divided among ``ranks``: see :func:`~toolkit.checkpoint.read_tensor.open_checkpoint`.
+    """Open the weights at ``path``, reading only headers. ``verify`` checks the hashes of a checkpoint,
+    divided among ``ranks`` (:func:`~toolkit.checkpoint.read_tensor.open_checkpoint`).
 
     Raises:
         DataError, CheckpointError: there are no weights, or their headers, config or manifest are invalid.
@@ -157,10 +157,10 @@ def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None =
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Return ``folder`` if it is a step-N, or the newest step in it; None if there is no checkpoint.
+    """Return ``folder`` if it is a step-N, else the newest step in it; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: there are steps, but none was committed.
+        CheckpointError: there are steps, but none is committed.
     """
     if (folder / MANIFEST).is_file() or (folder.name.startswith("step-") and (folder / ".metadata").exists()):
         return folder
@@ -173,8 +173,8 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def _step_parents(folder: Path) -> Iterator[Path]:
-    """Yield the folders that may contain the steps: ``folder`` and its subfolders, whose name a run can
-    choose."""
+    """Yield the folders that may contain the steps: ``folder`` and its subfolders, because a run can choose
+    the subfolder's name."""
     yield from (folder, folder / "checkpoint")
     if not _first(folder, CONFIG, PARAMS):
         inside = {path.parent for path in folder.glob("*/step-*")}

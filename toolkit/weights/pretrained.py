@@ -1,4 +1,4 @@
-"""Loading of pretrained weights into a model before training."""
+"""Load pretrained weights into a model before training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def load_hugging_face(
     group: dist.ProcessGroup,
     vocab_size: int | None = None,
 ) -> None:
-    """Load a Hugging Face folder into the model; with ``broadcast`` only rank 0 needs to see it.
+    """Load a Hugging Face folder into the model; with ``broadcast``, only rank 0 needs access to it.
 
     ``group`` has all ranks and supports CPU tensors. If the embedding has fewer rows than ``vocab_size``, the
-    missing rows of embedding and head are the mean of the others.
+    missing rows of embedding and head are the mean of the existing ones.
 
     Raises:
         DataError: on every rank: the folder is damaged or does not fit the model.
@@ -48,8 +48,8 @@ def load_hugging_face(
 def load_base_weights(
     model_parts: ModelParts, source: WeightSource | None, *, broadcast: bool = False, group: dist.ProcessGroup
 ) -> None:
-    """Load ``source`` into the model, except for parameters added by fine-tuning; with ``broadcast`` only
-    rank 0 needs it. A classifier does not load the head of a language model or of another classifier.
+    """Load ``source`` into the model, except parameters added by fine-tuning; with ``broadcast``, only rank 0
+    needs it. A classifier does not load the head of a language model or of another classifier.
 
     Raises:
         DataError: on every rank: the weights are damaged or do not fit the model.
@@ -70,7 +70,7 @@ def load_base_weights(
 
 
 def load_targets(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Fillable]]:
-    """Yield tensors to load into; 4-bit weights are wrapped, to be quantized from the loaded values."""
+    """Yield tensors to load into; 4-bit weights are wrapped so that loaded values are quantized."""
     for name, tensor in named:
         if tensor.dtype == torch.uint8:
             from toolkit.finetune.nf4 import PackedWeight

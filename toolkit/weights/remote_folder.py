@@ -11,17 +11,17 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.storage.remote_path import RemotePath
 
 _MARKS = ("params.json", "adapter_config.json", "config.json", "manifest.json")
-"""A folder without any of these files is not recognized as weights."""
+"""Files that mark a folder as weights; without them it is not recognized."""
 _LAST = ("model.safetensors.index.json", *_MARKS)
 _CHUNK = 16 << 20
 
 
 def upload_folder(folder: Path, out: RemotePath, *, replace: bool) -> None:
-    """Upload the files in ``folder`` to ``out``; the files that make it readable come last. Without
-    ``replace``, an upload that fails or is interrupted is removed.
+    """Upload the files in ``folder`` to ``out``, last the files that make it readable. Without ``replace``, a
+    failed or interrupted upload is removed.
 
     Raises:
-        DataError: ``out`` exists and is not to be replaced, or the store cannot be used.
+        DataError: ``out`` exists and ``replace`` is False, or the store cannot be used.
     """
     if out.is_dir():
         if not replace:
@@ -47,7 +47,7 @@ def withdraw(out: RemotePath) -> None:
 
 
 def is_complete(out: RemotePath) -> bool:
-    """Return whether a completely uploaded folder is at ``out``."""
+    """Return whether ``out`` is a completely uploaded folder."""
     return any((out / name).is_file() for name in _MARKS)
 
 
@@ -56,7 +56,7 @@ def staged(out: RemotePath) -> Iterator[Path]:
     """Yield a temporary local folder to write to, then upload it to ``out``.
 
     Raises:
-        DataError: as :func:`upload_folder`.
+            DataError: as in :func:`upload_folder`.
         CheckpointError: the local folder could not be written.
     """
     with tempfile.TemporaryDirectory(prefix="upload-") as folder:

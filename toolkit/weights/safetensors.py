@@ -21,7 +21,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class SafetensorsFolder:
-    """See :class:`toolkit.weights.source.WeightSource`. ``note`` reports stored tensors that are ignored.
+    """A :class:`toolkit.weights.source.WeightSource`. ``note`` reports stored tensors that are ignored.
 
     Raises:
         DataError: the folder is missing, of an unknown model, or damaged.

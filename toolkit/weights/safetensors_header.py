@@ -1,8 +1,8 @@
-"""Names, shapes and file offsets of the tensors in a Hugging Face folder, from headers only. Imports no
+"""Names, shapes and file offsets of the tensors in a Hugging Face folder, read from headers only. Imports no
 torch.
 
 A safetensors file has an eight-byte length, a JSON header of that length, and the data without gaps. The
-header is validated against the file's size, so that readers can rely on the offsets.
+header is validated against the file size, so that readers can rely on the offsets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.models.parameters import table
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Element size of the dtypes that weights may have, by safetensors' names."""
+"""Element sizes of supported dtypes, by safetensors' names."""
 _BUFFER_BYTES = dict(BOOL=1, U8=1, I8=1, I16=2, U16=2, I32=4, U32=4, I64=8, U64=8, C64=8)
 
 ONE_SAVE = "\n  fix:  keep one: move the other away, or link the files of one into another folder"
@@ -38,7 +38,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file, at the bytes ``begin`` … ``end`` − 1."""
+    """A tensor in a file, at bytes ``begin`` … ``end`` − 1."""
 
     file: Path
     dtype: str
@@ -48,14 +48,14 @@ class Entry:
 
 
 def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]:
-    """Return the weights in a model's folder by their names in the files, and a note of ignored buffers.
+    """Return the weights in a model's folder by their names in the files, and a note about ignored buffers.
 
-    Names and shapes are not compared with ``args``. A tied embedding is always present, the head only if both
-    are stored.
+    Names and shapes are not compared with ``args``. A tied embedding is always included; the head only if
+    both are stored.
 
     Raises:
-        DataError: no weights, or weights in two formats; a file is missing, damaged or differs from the
-            index; or the model is quantized.
+        DataError: there are no weights, or weights in two formats; a file is missing, damaged or inconsistent
+            with the index; or the model is quantized.
     """
     rows, found = table(args), folder_entries(folder)
     expected = {row.hf for row in rows.values()}
@@ -66,7 +66,7 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
     }
     if args.tie_embeddings:
         head, embedding = rows.to_hf(HEAD), rows.to_hf(EMBEDDING)
-        if head in entries and embedding not in entries:  # as safetensors' save_model stores the pair
+        if head in entries and embedding not in entries:  # safetensors' save_model stores the pair like this
             entries[embedding] = entries.pop(head)
     return entries, note
 
@@ -74,12 +74,12 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
 def ignored_note(
     place: Path, buffers: Mapping[str, object], stored: Collection[str], expected: Collection[str]
 ) -> str:
-    """Return a note that ``buffers`` (dtypes of tensors that are not floating-point) are ignored, as
-    transformers does; "" if there are none.
+    """Return a note that ``buffers`` (dtypes of non-floating-point tensors) are ignored, as in transformers;
+    "" if there are none.
 
     Raises:
-        DataError: one belongs to a quantized model: it has the name of an ``expected`` weight, or is next to
-            an expected weight that is not ``stored``.
+        DataError: a buffer belongs to a quantized model: it has the name of an ``expected`` weight, or is
+            next to an expected weight that is not ``stored``.
     """
     for name, dtype in buffers.items():
         weight = f"{name.rpartition('.')[0]}.weight"
@@ -90,11 +90,11 @@ def ignored_note(
 
 
 def folder_entries(folder: Path) -> dict[str, Entry]:
-    """Return every tensor of the folder by its name in the files.
+    """Return every tensor in the folder by its name in the files.
 
     Raises:
-        DataError: no weights, or weights in two formats; a file is missing, damaged or differs from the
-            index.
+        DataError: there are no weights, or weights in two formats; or a file is missing, damaged or
+            inconsistent with the index.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
@@ -128,13 +128,12 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
 
 
 def _reject_other_formats(folder: Path, used: str, files: list[str]) -> None:
-    """Raise DataError if the folder has other weights than those of the file ``used``, or of its
-    ``files``."""
+    """Raise DataError if the folder has weights other than the file ``used`` or its ``files``."""
     others = [path.name for path in folder.glob("consolidated.*.pth")]
     if used == INDEX:
         others += [path.name for path in folder.glob("*.safetensors.index.json")]
         others += [SINGLE] * (_is_file(folder / SINGLE) and files != [SINGLE])
-    # The consolidated format, in the same downloads as transformers', is not read.
+    # The consolidated format, which some downloads contain next to transformers', is not read.
     others = [name for name in others if name not in (used, "consolidated.safetensors.index.json")]
     if others:
         raise DataError(f"{folder} has a model in two formats, {used} and {min(others)}{ONE_SAVE}")
@@ -143,7 +142,7 @@ def _reject_other_formats(folder: Path, used: str, files: list[str]) -> None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # an invalid file name
+    except OSError:  # not a valid file name
         return False
 
 
@@ -224,7 +223,7 @@ def _weight_map(path: Path) -> Mapping[str, str]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, rejecting duplicate keys, of which Python would keep the last."""
+    """Build a JSON object, rejecting duplicate keys; Python would keep the last one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)

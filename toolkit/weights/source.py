@@ -1,4 +1,4 @@
-"""The interface of weight sources: tensors of any format on disk by our names, read in whole or by region.
+"""The interface of weight sources: tensors on disk, in any format, by our names, read in whole or by region.
 
 ``open.py`` finds the source of a folder.
 
@@ -38,7 +38,7 @@ class StoredTensor:
 class WeightSource(Protocol):
     """Weights on disk. Opening one reads only headers; reading is thread-safe.
 
-    ``tensors`` are those on disk, without a tied head; loading compares them with a model of ``args``.
+    ``tensors`` are the tensors on disk, without a tied head; loading compares them with a model of ``args``.
     """
 
     @property
@@ -53,18 +53,18 @@ class WeightSource(Protocol):
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         """Read a tensor, or a ``region`` of it, on the CPU in its stored dtype, into new memory or ``out``.
 
-        ``out`` must be contiguous, of the stored dtype and the shape of the region. Reads the bytes of the
-        region, and at most those of the full rows or heads that it intersects.
+        ``out`` must be contiguous and have the stored dtype and the shape of the region. Reads the bytes of
+        the region, and at most all bytes of the rows or heads that it intersects.
 
         Raises:
-            DataError: the file has changed, is shorter than its header says, or cannot be read.
+                DataError: the file has changed, is shorter than its header declares, or cannot be read.
         """
         ...
 
 
 class TiedHead:
-    """Removes a stored head from ``tensors`` if the model ties it, and compares it with the embedding as that
-    is read, so that no value is read twice and each rank compares its shard.
+    """Removes a stored head from ``tensors`` if the model ties it, and compares it with the embedding when
+    the embedding is read, so that no value is read twice and each rank compares its shard.
 
     ``key`` in the file ``config`` ties the two.
 
@@ -83,8 +83,8 @@ class TiedHead:
         self.tensors = {name: it for name, it in tensors.items() if not self._stored or name != HEAD}
 
     def check(self, name: str, region: Region, read: Tensor, read_head: Callable[[Region], Tensor]) -> None:
-        """Compare ``read``, a ``region`` of the embedding, with the same region of the stored head; other
-        tensors (``name``) are ignored.
+        """Compare ``read``, a ``region`` of the embedding, with the same region of the stored head; do
+        nothing if ``name`` is another tensor.
 
         The head is read in blocks of rows. Bits are compared, so that NaN equals itself.
 

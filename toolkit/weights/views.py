@@ -1,4 +1,4 @@
-"""Views of weight sources (another dtype, vocabulary or subset), and checks and layouts of their tensors."""
+"""Views of weight sources (another dtype, vocabulary or subset), and checks and file layouts of tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.parameters import parameter_shapes
 from toolkit.weights.source import Region, StoredTensor, WeightSource
 
-_SHOWN = 20  # names in a message
+_SHOWN = 20  # maximum number of names in a message
 
 
 class View:
-    """A view of another source, unchanged unless overridden. ``extra_paths`` are read in addition to its
-    own."""
+    """A view of another source; whatever is not overridden is unchanged. ``extra_paths`` are additional paths
+    that it reads."""
 
     extra_paths: tuple[Path, ...] = ()
 
@@ -38,7 +38,7 @@ class View:
 
 
 def origin(source: WeightSource) -> WeightSource:
-    """Return the source under all views."""
+    """Return the source beneath all views."""
     while isinstance(source, View):
         source = source.base
     return source
@@ -50,7 +50,7 @@ def note_of(source: WeightSource) -> str:
 
 
 def source_paths(source: WeightSource) -> list[Path]:
-    """Return every path that ``source`` is read from."""
+    """Return every path from which ``source`` is read."""
     return [*source_paths(source.base), *source.extra_paths] if isinstance(source, View) else [source.place]
 
 
@@ -70,7 +70,7 @@ class Cast(View):
 
 
 class WithArgs(View):
-    """A view with other model args than those stored with the weights."""
+    """A view with model args that differ from those stored with the weights."""
 
     def __init__(self, base: WeightSource, args: ModelArgs):
         super().__init__(base)
@@ -78,7 +78,7 @@ class WithArgs(View):
 
 
 class Subset(View):
-    """A view with only the tensors ``names``."""
+    """A view with only the tensors in ``names``."""
 
     def __init__(self, base: WeightSource, names: Collection[str]):
         super().__init__(base)
@@ -87,7 +87,7 @@ class Subset(View):
 
 class Resized(View):
     """A view with ``vocab_size`` rows in the embedding and the LM head. New rows are the mean of the old
-    ones, which makes an untrained token as likely as the average one."""
+    rows, which makes an untrained token as likely as the average one."""
 
     def __init__(self, base: WeightSource, vocab_size: int):
         super().__init__(base)
@@ -101,7 +101,7 @@ class Resized(View):
 
     @cached_property
     def _means(self) -> dict[str, Tensor]:
-        """Means of the old rows, summed in fp64 one block of rows at a time."""
+        """Means of the old rows, summed in fp64, one block of rows at a time."""
         means = {}
         for name in {EMBEDDING, HEAD} & self.base.tensors.keys():
             (rows, width), dtype = self.base.tensors[name].shape, self.base.tensors[name].dtype
@@ -130,13 +130,13 @@ class Resized(View):
 
 
 def in_order(source: WeightSource) -> dict[str, StoredTensor]:
-    """Return the tensors in the model's order, so that equal models give equal files."""
+    """Return the tensors in the model's order, so that equal models produce equal files."""
     order = {name: index for index, name in enumerate(parameter_shapes(source.args))}
     return dict(sorted(source.tensors.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def split_into_files(tensors: Mapping[str, StoredTensor], max_bytes: int) -> list[dict[str, StoredTensor]]:
-    """Split tensors, in order, into files of at most ``max_bytes``; 0 is one file."""
+    """Split tensors, in order, into files of at most ``max_bytes``; 0 means a single file."""
     files: list[dict[str, StoredTensor]] = [{}]
     size = 0
     for name, stored in tensors.items():
@@ -149,11 +149,11 @@ def split_into_files(tensors: Mapping[str, StoredTensor], max_bytes: int) -> lis
 
 
 def check_complete(source: WeightSource) -> None:
-    """Compare the tensors of ``source`` with those of a model of its args.
+    """Compare the tensors of ``source`` with the model of its args.
 
     Raises:
-        DataError: some are missing, unexpected, of another shape or not floating-point; all are reported by
-            name.
+        DataError: tensors are missing, unexpected, of another shape or not floating-point; all are reported
+            by name.
     """
     expected = parameter_shapes(source.args)
     stored = source.tensors

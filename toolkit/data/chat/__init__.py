@@ -1,1 +1,1 @@
-"""Conversations as prompts: the formats of families, and the templates that models bring."""
+"""Conversations as prompts: chat formats of model families, and chat templates of models."""

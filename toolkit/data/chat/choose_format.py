@@ -1,11 +1,11 @@
-"""Selection of a chat format: formats of model families, and a model's own jinja template.
+"""Select a chat format: the format of a model family, or a model's own jinja template.
 
 A message is a mapping with ``role`` and ``content``. Every format takes the ids of special tokens from the
 tokenizer and encodes the rest as plain text, so that "<|eot_id|>" or "</s>" in a message stays text and
 cannot end its turn. BOS is added by the format, and only once.
 
 :func:`chat_format` uses the requested format, else the tokenizer's own template
-(:mod:`toolkit.data.chat.template`), else the format whose special tokens the tokenizer has.
+(:mod:`toolkit.data.chat.template`), else the format whose special tokens exist in the tokenizer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def chat_format(
     training: bool = False,
     mask_empty_thinking: bool = False,
 ) -> ChatFormat:
-    """Return the format of ``tokenizer``'s model, or ``asked``: a format, a jinja template or a file with
-    one.
+    """Return the chat format of ``tokenizer``'s model, or the requested one: ``asked`` is a format, a jinja
+    template or a template file.
 
     ``variables`` are passed to a template. In ``training``, ids do not depend on the date.
-    ``mask_empty_thinking`` excludes empty think blocks that the template inserts from the loss.
+    ``mask_empty_thinking`` excludes empty think blocks inserted by the template from the loss.
 
     Raises:
         DataError: No format can be determined, the tokenizer lacks its tokens, the template cannot be read,
-            or it does not use an option.
+            or it ignores an option.
     """
     known = chat_formats()
     variables = variables or {}
@@ -77,10 +77,10 @@ def chat_format(
 
 
 def check_asked(asked: str, variables: Mapping[str, Any], mask_empty_thinking: bool = False) -> None:
-    """Check without a tokenizer that a format exists, or a template can be read and uses the options.
+    """Check, without a tokenizer, that a format exists, or that a template can be read and uses the options.
 
     Raises:
-        DataError: It does not.
+        DataError: The check fails.
     """
     if asked in chat_formats():
         _refuse_options(asked, variables, mask_empty_thinking)
@@ -90,16 +90,16 @@ def check_asked(asked: str, variables: Mapping[str, Any], mask_empty_thinking: b
 
 
 def template_text(asked: str) -> str | None:
-    """Return the requested jinja template; None for a family's format.
+    """Return the requested jinja template; None if a family's format was requested.
 
     Raises:
-        DataError: There is no such file.
+        DataError: The file does not exist.
     """
     return None if asked in chat_formats() else _template(asked)[1]
 
 
 def _template(asked: str) -> tuple[str, str]:
-    """Return name and text of a template, given as text or as a file."""
+    """Return name and text of a template given as text or as a file."""
     if "{{" in asked or "{%" in asked:
         return "given", asked
     path = expand_user(asked)

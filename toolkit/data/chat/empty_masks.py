@@ -1,4 +1,4 @@
-"""Conversations without any token in the loss, which are rejected or dropped."""
+"""Reject or drop conversations without tokens in the loss."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from toolkit.errors import DataError
 
 NO_LOSS = -1
 FILE, ROW, FIRST, IN_LOSS = range(4)
-"""Columns stored per conversation: the index of its file, its line or row there, its first token in the loss
-(or NO_LOSS) and the number of these tokens."""
-NAMED = 5  # conversations listed in a message
+"""Columns stored per conversation: index of its file, line or row in the file, first token in the loss (or
+NO_LOSS), and number of tokens in the loss."""
+NAMED = 5  # maximum number of conversations listed in a message
 
 
 def without_loss(corpus: TokenCache, seq_len: int) -> np.ndarray:
-    """Return for each conversation whether it has no token in the loss within a row of ``seq_len``."""
+    """Return, per conversation, whether none of its tokens within a row of ``seq_len`` is in the loss."""
     assert corpus.conversations is not None
     first = corpus.conversations[:, FIRST]
     return (first < 0) | (first > places(corpus, seq_len))
 
 
 def places(corpus: TokenCache, seq_len: int) -> np.ndarray:
-    """Return the positions that each conversation takes in a row of ``seq_len``.
+    """Return the number of positions of each conversation in a row of ``seq_len``.
 
-    That is one fewer than its tokens, since the last is only predicted, and at most the row. In a pair, which
-    shares a row, the longer one is truncated, or both to half a row.
+    It is one less than the number of tokens, because the last token is only predicted, and at most the row
+    length. The two conversations of a pair share a row: the longer one is truncated, or both to half a row.
     """
     whole = np.diff(corpus.offsets) - 1
     if not corpus.paired:
@@ -38,15 +38,16 @@ def places(corpus: TokenCache, seq_len: int) -> np.ndarray:
 
 
 def together(corpus: TokenCache) -> int:
-    """Return the number of consecutive conversations that are trained on together or not at all."""
+    """Return the number of consecutive conversations that are kept or dropped together."""
     return 2 if corpus.paired else 1
 
 
 def check_conversations(corpus: TokenCache, seq_len: int, empty_mask: str, table: str) -> None:
-    """Check that every conversation has a token in the loss, unless those without are to be dropped.
+    """Check that every conversation has a token in the loss, unless those without one are to be dropped.
 
     Raises:
-        DataError: Some have none, before or after truncation, and ``empty_mask`` is "error"; or none has any.
+        DataError: Some conversations have none, before or after truncation, and ``empty_mask`` is "error"; or
+            no conversation has one.
     """
     assert corpus.conversations is not None
     empty = without_loss(corpus, seq_len)
@@ -72,6 +73,6 @@ def check_conversations(corpus: TokenCache, seq_len: int, empty_mask: str, table
 
 
 def source_of(files: tuple[str, ...], about: np.ndarray) -> str:
-    """Return where the conversation ``about`` was read: its file, and its line or row."""
+    """Return the source of the conversation ``about``: its file, and its line or row."""
     name = files[about[FILE]]
     return f"{name}, {unit_of(Path(name))} {about[ROW]}"

@@ -1,8 +1,9 @@
-"""Rendering of chat templates in a separate process, with limits of time and memory.
+"""Render chat templates in a separate process with time and memory limits.
 
-A template comes with a downloaded model. jinja's sandbox restricts what it can access, but not infinite loops
-or texts of any length, which may even occur while it compiles. The process serves one template, one line of
-JSON per request and reply, and exits with its parent. It imports jinja and nothing of this toolkit.
+A template comes with a downloaded model. jinja's sandbox restricts what it can access, but does not prevent
+infinite loops or unbounded texts, which can occur even during compilation. The process serves one template,
+with one line of JSON per request and reply, and exits with its parent. It imports jinja and nothing of this
+toolkit.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 10
-"""Processor time limit for rendering a dialog; the longest take some milliseconds."""
+"""CPU time limit, in seconds, to render a dialog; the slowest templates take milliseconds."""
 SECONDS_TO_COMPILE = 2
-"""Processor time limit for compiling; the longest templates of models take some hundredths."""
+"""CPU time limit, in seconds, to compile a template; the longest templates of models take tens of ms."""
 _PATIENCE = 20
-"""Factor between the wait and the processor time limit, for a busy machine."""
+"""Ratio of the wall-time limit to the CPU time limit, for a busy machine."""
 MEMORY_BYTES = 1 << 30
-"""Memory limit of the process, some 50 MB of which are Python's and jinja's."""
+"""Memory limit of the process; Python and jinja take about 50 MB of it."""
 MAX_TEXT = 50_000_000
 BEGIN, END = "__generation_begins", "__generation_ends"
-"""Variables for the marks around what ``{% generation %}`` encloses."""
+"""Variables for the marks around the content of ``{% generation %}``."""
 _ROOT = Path(__file__).parents[3]
 
 
@@ -44,9 +45,10 @@ class RenderError(Exception):
 
 
 class LimitedTemplate:
-    """A compiled template; each process that renders it starts a rendering process of its own.
+    """A compiled template; each process that renders it starts its own rendering process.
 
-    ``day``, if any, is today for the template; ``used`` are the variables that it does not set itself.
+    ``day``, if given, is the current date for the template; ``used`` are the variables that it reads but does
+    not set.
 
     Raises:
         RenderError: It is not a valid template.
@@ -65,7 +67,7 @@ class LimitedTemplate:
         """Render the template with ``values`` of JSON types.
 
         Raises:
-            RenderError: It rejects them, or exceeds a limit.
+                RenderError: The template rejects the values, or exceeds a limit.
         """
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self._start()
@@ -79,7 +81,7 @@ class LimitedTemplate:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "1"},
-            start_new_session=True,  # Ctrl-C is for who asks
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         self._owner = os.getpid()
         weakref.finalize(self, self._process.kill)
@@ -94,7 +96,7 @@ class LimitedTemplate:
             process.stdin.flush()
             ready, _, _ = select.select([process.stdout], [], [], seconds * _PATIENCE)
             reply = json.loads(process.stdout.readline()) if ready else {}
-        except (OSError, ValueError):  # it has died, for want of time, of memory or of stack
+        except (OSError, ValueError):  # the process died, by a limit of time, memory or stack
             reply = {}
         if reply and "error" not in reply:
             return reply
@@ -116,7 +118,7 @@ def _environment(day: datetime | None) -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """Renders the content of ``{% generation %}``, which is the assistant's, between two marks."""
+    """Renders the content of ``{% generation %}``, the assistant's text, between two marks."""
 
     tags = {"generation"}
 
@@ -134,7 +136,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Format JSON without escaping <, > and & for HTML, unlike jinja's own filter."""
+    """Format JSON without HTML escapes for <, > and &, unlike jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -145,7 +147,7 @@ def _refuse(message: str) -> None:
 
 
 def _limit_seconds(seconds: int) -> None:
-    """End this process after ``seconds`` more of processor time."""
+    """End this process after ``seconds`` more of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
 
@@ -178,7 +180,7 @@ def _serve() -> None:
                 reply = {"text": text}
         except MemoryError:
             reply = {}
-        except Exception as error:  # any error of an expression in the template
+        except Exception as error:  # an expression in the template can raise any error
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             reply = {"error": f"{line}{str(error)[:1000] or type(error).__name__}"}
         print(json.dumps(reply), flush=True)

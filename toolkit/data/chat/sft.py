@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: conversations as token ids, with their weights in the loss.
+"""Supervised fine-tuning: conversations as token ids with loss weights.
 
-Depending on ``train_on``, the loss covers the assistant's texts with the ends of their turns, only those of
-the last turn, or all tokens. A token's weight is that of its row times that of its message, and 0 outside the
-loss. The first token of a conversation is never in the loss: nothing predicts it.
+Depending on ``train_on``, the loss covers the assistant's texts including the ends of turns, only those of
+the last turn, or all tokens. A token's weight is its row's weight times its message's weight, and 0 outside
+the loss. The first token of a conversation is never in the loss: nothing predicts it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = 5  # increment when the ids or weights of conversations change
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Configuration options for conversations, which apply to all corpora."""
+    """Conversation options of the configuration, which apply to all corpora."""
 
     template: str | None = None
     variables: Mapping[str, bool | str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class ChatOptions:
     mask_empty_thinking: bool = False
 
     def format_for(self, tokenizer: Tokenizer) -> ChatFormat:
-        """Return the configured chat format, or that of ``tokenizer``'s model."""
+        """Return the configured chat format, or the format of ``tokenizer``'s model."""
         return chat_format(
             tokenizer,
             self.template,
@@ -53,8 +53,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Encodes chunks as tokens and weights, in any process; the template is compiled when it is first
-    used."""
+    """Encodes chunks as tokens and weights, in any process; the template is compiled on first use."""
 
     tokenizer: Tokenizer
     shape: Shape
@@ -72,7 +71,7 @@ class ConversationEncoder:
 
     @cached_property
     def remarks(self) -> Counter[str]:
-        """Notes for the user on encoded conversations, with the number of conversations."""
+        """Notes for the user about encoded conversations, each with the number of conversations."""
         return Counter()
 
     @cached_property
@@ -81,7 +80,7 @@ class ConversationEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything that ids and weights depend on besides the text and the tokenizer."""
+        """Everything besides text and tokenizer that ids and weights depend on."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
         special = sorted(self.tokenizer.special_tokens.items())  # some tokenizers store them in another file
         options = [self.options.train_on, self.options.mask_empty_thinking]
@@ -112,10 +111,11 @@ class ConversationEncoder:
         return Encoded(joined, lengths, True, True, chunk.n_file_bytes, extra, dict(self.remarks))
 
     def encode(self, conversation: Conversation, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids (``dtype``) and weights (fp32) of a conversation; may add to ``remarks``.
+        """Return the ids (``dtype``) and weights (fp32) of a conversation, and update ``remarks``.
 
         Raises:
-            DataError: The format does not support it, or an essential part of it; contains ``where``.
+            DataError: The format does not support the conversation, or an essential part of it; the message
+                contains ``where``.
         """
         try:
             turns = self._turns(conversation)
@@ -141,15 +141,15 @@ class ConversationEncoder:
         return turns
 
     def _ends_turn(self, ids: Sequence[int]) -> bool:
-        """Return whether an answer ends with a special token, possibly followed by white space."""
+        """Return whether an answer ends with a special token, ignoring trailing whitespace."""
         last = next((at for at in reversed(range(len(ids))) if ids[at] in self._ends), None)
         return last is not None and not self.tokenizer.decode(ids[last + 1 :]).strip()
 
     def _remark(self, messages: Sequence[Message], index: int | None, key: str) -> str:
-        """Return a note for the user on a key that the format ignores.
+        """Return a note for the user about a key that the format ignores.
 
         Raises:
-            DataError: An answer, a tool or a text would be missing.
+            DataError: The key is essential: an answer, a tool or a text.
         """
         if index is None:
             raise DataError(
@@ -178,11 +178,11 @@ _NO_END = (
 def token_weights(
     conversation: Conversation, answers: list[tuple[int, int]], n_ids: int, train_on: str
 ) -> np.ndarray:
-    """Return the weight of each token, fp32 (n_ids,), 0 outside the loss. ``answers`` are the ranges of the
-    assistant's tokens, one per turn.
+    """Return the weight of each token, fp32 (n_ids,), 0 outside the loss. ``answers`` are the assistant's
+    token ranges, one per turn.
 
     Raises:
-        DataError: The template does not mark one range per turn, but single turns are needed; or a message in
+        DataError: Single turns are needed, but the template does not mark one range per turn; or a message in
             the loss that is not the assistant's has a weight.
     """
     indices = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]

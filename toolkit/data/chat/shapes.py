@@ -8,8 +8,8 @@
                        lists, without a list as a prompt, are whole conversations, as in trl
 
 All but the last may have a ``weight``, and all may have ``tools``. ``system``, ``input``, ``tools`` and
-``weight`` may be absent or empty. Columns and message keys can be renamed (``data.columns``). A key that is
-null counts as absent, in messages and in ``tools`` that are not text."""
+``weight`` may be absent or empty. Columns and message keys can be renamed (``data.columns``). Null keys count
+as absent, in messages and in ``tools`` that are not text."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _SHOWN = 20
 _MAX_DEPTH = 100
 _OF_MESSAGES = ("role", "content", "from", "value")
 _LEAST, _MOST = 1e-9, 1e9
-"""Range of a weight that is not 0, such that the product of two is a normal number in fp32."""
+"""Range of a nonzero weight, such that the product of two weights is a normal number in fp32."""
 
 
 class Conversation(NamedTuple):
-    """Messages with role and content. ``weights`` are the loss weights of messages other than 1, which are
-    multiplied by ``weight``, that of the row. The assistant's messages before message ``first`` belong to a
-    prompt and are not in the loss. ``tools`` can be called."""
+    """Messages with role and content. ``weights`` are the loss weights of messages, if not 1, to be
+    multiplied by the row's ``weight``. The assistant's messages before message ``first`` belong to a prompt
+    and are not in the loss. ``tools`` are the callable tools."""
 
     messages: list[dict[str, Any]]
     weights: Mapping[int, float] = {}
@@ -62,14 +62,14 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A format, with a corpus's own names of columns and keys."""
+    """A format, with the names of columns and keys in a corpus."""
 
     format: str
     renamed: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def names(self) -> dict[str, str]:
-        # Preferences have no weights, but the column is read to reject them.
+        # Preferences do not support weights; the column is read in order to reject them.
         return {name: name for name in (*_NAMES[self.format], "weight")} | self._chosen
 
     @property
@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def paired(self) -> bool:
-        """True if a row contains two conversations, with the chosen and the rejected answer."""
+        """True if a row contains two conversations, with a chosen and a rejected answer."""
         return self.format == PREFERENCE
 
     @property
@@ -86,7 +86,7 @@ class Shape:
         return ("prompt", "tools", "weight") if self.paired else _OPTIONAL
 
     def columns(self, names: Collection[str], where: str) -> list[str]:
-        """Return the columns to read, out of ``names``.
+        """Return the columns to read, among ``names``.
 
         Raises:
             SourceError: A column is missing; the message contains ``where`` and the existing columns.
@@ -112,7 +112,7 @@ class Shape:
         self.conversations(row, where)
 
     def conversations(self, row: Mapping[str, Any], where: str) -> list[Conversation]:
-        """Return the conversation in a row, or both of a pair, the chosen one first.
+        """Return the conversation in a row, or the two of a pair, the chosen one first.
 
         Raises:
             DataError: The row has another shape, an unknown role, an empty turn or an invalid weight. The
@@ -159,7 +159,7 @@ class Shape:
         return value or ""
 
     def _messages(self, value: Any, name: str, where: str) -> Conversation:
-        """A list of messages, with weights."""
+        """Convert a list of messages, with weights."""
         role, content = ("from", "value") if self.format == "sharegpt" else ("role", "content")
         own = {"content": self.names[content], "role": self.names[role]}
         keys = {key: name for name, key in own.items()}
@@ -249,7 +249,7 @@ class Shape:
         return [conversation._replace(first=max(0, first)) for conversation in whole]
 
     def _answered(self, row: Mapping[str, Any], answer: str, where: str) -> Conversation:
-        """A prompt and an answer to it, texts or messages."""
+        """Convert a prompt and its answer, each a text or messages."""
         parts = []
         for name, role in (("prompt", "user"), (answer, "assistant")):
             value = self._value(row, name)
@@ -273,14 +273,14 @@ _READERS = {
 
 
 def unknown_names(format: str, names: Collection[str]) -> str | None:
-    """Describe the first of ``names`` that the format does not have; returns None if it has all."""
+    """Describe the first of ``names`` that the format lacks; return None if it has all."""
     own = _NAMES[format]
     wrong = next((name for name in names if name not in own), None)
     return wrong and f"{format} has no {wrong!r}: its names are {', '.join(own)}"
 
 
 def _check(message: dict[str, Any], where: str) -> None:
-    """Check that a message has text or tool calls; joins text that is split into parts."""
+    """Check that a message has text or tool calls; join text that is split into parts."""
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if calls and not _are_objects(calls):
         fix = "tool_calls must be a list of calls, each an object"
@@ -299,7 +299,7 @@ def _check(message: dict[str, Any], where: str) -> None:
 
 
 def _weight(value: Any, where: str) -> float:
-    """Return the weight of a row or a message, 1 by default. Raises DataError if it is not a valid weight."""
+    """Return the weight of a row or a message; the default is 1. Raises DataError for an invalid weight."""
     if value is None:
         return 1.0
     number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
@@ -326,13 +326,13 @@ def _are_objects(value: Any) -> bool:
 
 
 def _plain(value: Any, where: str, keep_nulls: bool = False, depth: int = 0) -> Any:
-    """Copy a JSON value, without keys that are null unless ``keep_nulls``.
+    """Copy a JSON value, dropping null keys unless ``keep_nulls``; items of lists are kept.
 
-    A table of Arrow gives each object the keys of the same object in all other rows, as null, and JSON lines
-    exported from it have them too: nothing tells them from nulls that somebody wrote. Items of lists stay.
+    Arrow gives each object the keys of the same object in all other rows, as null, and JSON lines exported
+    from Arrow contain them too. They cannot be distinguished from nulls in the original data.
 
     Raises:
-        DataError: a text or a key that is not UTF-8; nested too deep.
+        DataError: A text or key is not UTF-8, or the nesting is too deep.
     """
     if isinstance(value, str):
         check_text(value, where)

@@ -1,11 +1,11 @@
-"""Jinja chat templates, of a Hugging Face model or in a user's file.
+"""Jinja chat templates, from a Hugging Face model or a user's file.
 
 A template inserts the names of special tokens into its text. To prevent messages from doing the same, a
-character that occurs nowhere else is inserted into every special token's name in a message, and removed again
-after the rendered text has been split at the names that the template wrote.
+character that occurs nowhere else is inserted into every special token's name in a message. It is removed
+after the rendered text has been split at the names written by the template.
 
-Templates come with downloaded models: they run in jinja's sandbox, which gives access only to the values
-passed in, and in a process with limited time and memory (:mod:`toolkit.data.chat.render`). Names and filters
+Templates come with downloaded models. They run in jinja's sandbox, which gives access only to the values
+passed in, and in a process with time and memory limits (:mod:`toolkit.data.chat.render`). Names and filters
 are those of transformers.
 """
 
@@ -34,8 +34,8 @@ from toolkit.io.json_fields import read_if_there
 from toolkit.models.common.chat_format import ChatFormat, Message, Rendered, Turns, Unwritten
 
 TRAINING_DAY = datetime(2024, 7, 26)
-"""Date passed to templates in training, so that a cache does not depend on when it was made."""
-_MAX_BYTES = 1_000_000  # size of a template
+"""Date passed to templates in training, so that a cache does not depend on when it was built."""
+_MAX_BYTES = 1_000_000  # maximum size of a template
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -43,8 +43,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Marks(NamedTuple):
-    """Characters that occur neither in the template nor in the messages: for names of special tokens in
-    messages, and for the start and end of what ``{% generation %}`` marks."""
+    """Characters that occur neither in the template nor in the messages: one to insert into names of special
+    tokens in messages, and two around the content of ``{% generation %}``."""
 
     text: str
     begin: str
@@ -54,8 +54,8 @@ class _Marks(NamedTuple):
 class ChatTemplate(ChatFormat):
     """A jinja template over ``messages``, ``add_generation_prompt`` and the names of special tokens.
 
-    ``variables`` are further names for the template, such as ``date_string``. In ``training`` the date is
-    always :data:`TRAINING_DAY`. ``tool_use``, if given, is used for dialogs with tools. With
+    ``variables`` are additional variables of the template, such as ``date_string``. In ``training`` the date
+    is always :data:`TRAINING_DAY`. ``tool_use``, if given, is the template for dialogs with tools. With
     ``mask_empty_thinking``, an answer starts after the empty think block that the template inserts.
     """
 
@@ -90,7 +90,7 @@ class ChatTemplate(ChatFormat):
 
     @property
     def used(self) -> set[str]:
-        """Variables that the template, or that for dialogs with tools, uses."""
+        """Variables used by the template, or by the template for dialogs with tools."""
         return self._template.used | (self._tool_use.used if self._tool_use else set())
 
     @property
@@ -215,8 +215,8 @@ class ChatTemplate(ChatFormat):
     def _answer(
         self, messages: Sequence[Message], index: int, full: Rendered, render: Render
     ) -> tuple[int, int]:
-        """Return the range of message ``index``: from the end of its prompt to the special token that ends
-        it, or to the start of the next message."""
+        """Return the range of message ``index``, from the end of its prompt to the special token after the
+        message, or to the start of the next message."""
         if index == 0:
             raise DataError(f"chat template {self.name}: the assistant speaks first\n  fix:  {_MARK_IT}")
         through = render(messages[: index + 1], generation_prompt=False)
@@ -233,11 +233,11 @@ class ChatTemplate(ChatFormat):
         for (name, place), (other, at) in zip(alone, here, strict=False):
             text = through.text[begin:place]
             more = full.text[begin:at].removeprefix(text) if full.text.startswith(text, begin) else ""
-            ends_dialog = name == other and bool(more.strip())  # other messages precede it
+            ends_dialog = name == other and bool(more.strip())  # the names of other messages come before it
             if name != other or ends_dialog:
                 break
             common.append((name, at))
-        if common:  # the following tokens end the whole dialog, or belong to the next message
+        if common:  # the remaining tokens end the whole dialog, or belong to the next message
             name, place = common[-1]
             return begin, place + len(name)
         if ends_dialog:
@@ -250,7 +250,7 @@ class ChatTemplate(ChatFormat):
         return begin, len(through.text)
 
     def _ids(self, text: str, after: str) -> list[int]:
-        """Return the ids of a text and of the special token before it, if ``after`` names one."""
+        """Return the ids of a text, preceded by the special token ``after`` if it is not empty."""
         if not after:
             return self._tokenizer.encode(text) if text else []
         special = self._tokenizer.special_tokens[after]
@@ -273,7 +273,7 @@ class ChatTemplate(ChatFormat):
 
 
 def _runs(rendered: Rendered) -> list[tuple[str, str]]:
-    """Return the texts between special tokens, each with the name of the token before it, if any."""
+    """Return the texts between special tokens, each with the name of the preceding token, if any."""
     text, runs, position, after = rendered.text, [], 0, ""
     for begin, end in rendered.special:
         runs.append((text[position:begin], after))
@@ -282,9 +282,9 @@ def _runs(rendered: Rendered) -> list[tuple[str, str]]:
 
 
 def _tokens_at(offsets: Sequence[tuple[int, int]], place: tuple[int, int]) -> tuple[int, int]:
-    """Return the range of tokens that contain characters of ``place``, even if only partly."""
+    """Return the range of tokens that contain characters of ``place``, even partly."""
     begin, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in place)
-    # A token may end within a character: a space and the first bytes of an emoji may be one.
+    # A token may end inside a character, such as a space with the first bytes of an emoji.
     while place[0] < place[1] and begin and offsets[begin - 1][1] > place[0]:
         begin -= 1
     return begin, max(begin, end)
@@ -294,7 +294,7 @@ def read_template(path: Path) -> str:
     """Read the template in ``path``.
 
     Raises:
-        DataError: There is no such file, or it is not text.
+            DataError: The file does not exist, or is not text.
     """
     try:
         return read_text(path, at_most=_MAX_BYTES)
@@ -303,7 +303,7 @@ def read_template(path: Path) -> str:
 
 
 def compiled(name: str, source: str, day: datetime | None = None) -> LimitedTemplate:
-    """Compile a template, for which ``day``, if any, is today.
+    """Compile a template; ``day``, if given, is its current date.
 
     Raises:
         DataError: It is not a valid template.
@@ -317,10 +317,10 @@ def compiled(name: str, source: str, day: datetime | None = None) -> LimitedTemp
 def refuse_unused(
     name: str, used: Collection[str], variables: Mapping[str, Any], mask_empty_thinking: bool = False
 ) -> None:
-    """Check that the template ``name``, which uses the variables ``used``, uses the given ones.
+    """Check that the template ``name``, which uses the variables ``used``, uses the given variables.
 
     Raises:
-        DataError: It does not.
+        DataError: It ignores one of them.
     """
     if unused := [variable for variable in variables if variable not in used]:
         raise DataError(
@@ -332,12 +332,14 @@ def refuse_unused(
 
 
 def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None:
-    """Return the template in the tokenizer's folder, with that for dialogs with tools, if there are any.
+    """Return the chat template in the tokenizer's folder, including the tool-use template if there is one;
+    None if there is no template.
 
-    They are in chat_template.jinja and additional_chat_templates/tool_use.jinja, else tokenizer_config.json.
+    The files are chat_template.jinja and additional_chat_templates/tool_use.jinja, else
+    tokenizer_config.json.
 
     Raises:
-        DataError: One cannot be read, or there are several but none is named default.
+        DataError: A template cannot be read, or there are several but none is named default.
     """
     folder = tokenizer.folder
     config = folder / "tokenizer_config.json"
@@ -367,8 +369,7 @@ def template_beside(tokenizer: Tokenizer, **options: Any) -> ChatTemplate | None
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return bos_token, eos_token and so on, as in the files next to the tokenizer, else from the
-    tokenizer."""
+    """Return bos_token, eos_token and so on from the files next to the tokenizer, else from the tokenizer."""
     by_id = {token: name for name, token in tokenizer.special_tokens.items()}
     known = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     names = {role: by_id[token] if token is not None else "" for role, token in known.items()}
@@ -383,7 +384,7 @@ _MARK_IT = "put {% generation %} and {% endgeneration %} around the assistant's 
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return the message with its reasoning under the names that templates use, as transformers does."""
+    """Return the message with its reasoning under the keys that templates use, as in transformers."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is None:
         return dict(message)

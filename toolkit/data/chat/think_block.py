@@ -1,7 +1,7 @@
-"""The end of an answer's prompt, and the think block that a template may insert there.
+"""Locate the end of an answer's prompt, and the think block that a template may insert there.
 
-A template may start an answer differently if thinking is enabled or disabled, such as with an empty think
-block. The answers of a dialog may start in either way.
+A template may start an answer differently depending on whether thinking is enabled, for example with an empty
+think block. The answers of a dialog may start in either way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from toolkit.errors import DataError
 from toolkit.models.common.chat_format import Message, Rendered
 
 SWITCH = "enable_thinking"
-"""Variable by which templates start an answer with or without an empty think block."""
+"""Variable that makes templates start an answer with or without an empty think block."""
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 DIALOG: list[Message] = [*_QUESTION, {"role": "assistant", "content": "b"}]
 Places = list[tuple[int, int]]
@@ -38,10 +38,10 @@ class Render(Protocol):
 
 
 class AnswerPrompts:
-    """Prompts of answers in one template, which is passed to each call as ``render``.
+    """Prompts of answers in one template; each call gets the template as ``render``.
 
-    ``switches``: the template has a variable :data:`SWITCH`. ``masks_empty``: an answer starts after an empty
-    think block.
+    ``switches``: the template uses the variable :data:`SWITCH`. ``masks_empty``: an answer starts after an
+    empty think block.
     """
 
     def __init__(self, *, switches: bool, masks_empty: bool):
@@ -60,8 +60,8 @@ class AnswerPrompts:
         return self._found
 
     def _find_openings(self, render: Render) -> tuple[str | None, list[str]]:
-        """Return what the generation prompt adds to a dialog by default, and with thinking enabled and
-        disabled, longest first; none if that cannot be determined."""
+        """Return what the generation prompt adds to a dialog by default, and the additions with thinking
+        enabled and disabled, longest first; empty if they cannot be determined."""
         found: list[str | None] = []
         for thinking in (None, True, False) if self._switches else (None,):
             try:
@@ -76,10 +76,10 @@ class AnswerPrompts:
         return own, sorted(filter(None, others), key=len, reverse=True)
 
     def end(self, before: Sequence[Message], whole: Sequence[Rendered], render: Render) -> int | None:
-        """Return the end of the prompt of the answer that follows ``before`` in every text of ``whole``.
+        """Return the end of the prompt of the answer after ``before``, in every text of ``whole``.
 
-        The prompt is the template's generation prompt. If an answer starts differently, it is the prompt with
-        thinking enabled or disabled. Returns None if no prompt matches.
+        The prompt is the template's generation prompt, with thinking enabled or disabled if that makes a
+        difference. Returns None if no prompt matches.
         """
         prompt = render(before, generation_prompt=True).text
         own, others = self._openings(render)
@@ -90,8 +90,8 @@ class AnswerPrompts:
         return max(fitting, default=None) if self._masks_empty else next(fitting, None)
 
     def without(self, rendered: Rendered, messages: Sequence[Message], render: Render) -> Places:
-        """Return the ranges that ``{% generation %}`` marks in ``messages``, without parts of the generation
-        prompts such as an empty think block."""
+        """Return the ranges marked by ``{% generation %}`` in ``messages``, excluding parts of generation
+        prompts, such as an empty think block."""
         if self._marked is None:
             try:
                 plain = partial(render, tools=None)
@@ -116,7 +116,7 @@ class AnswerPrompts:
 
 
 def no_empty_thinking(name: str, why: str) -> DataError:
-    """Return the error for data.mask_empty_thinking without an empty think block."""
+    """Return the error for data.mask_empty_thinking if there is no empty think block."""
     return DataError(
         f"{name} {why}, so there is no empty think block for data.mask_empty_thinking to mask\n"
         "  fix:  set data.mask_empty_thinking = false"

@@ -1,4 +1,4 @@
-"""Parts of a conversation that a chat template ignores, detected by rendering it with and without them."""
+"""Detect parts of a conversation that a chat template ignores, by rendering it with and without them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from toolkit.errors import DataError
 from toolkit.models.common.chat_format import Message, Unwritten, further_keys
 
 ARGUMENTS = "arguments of tool_calls"
-"""Name reported for a call that is written without its arguments."""
+"""Name reported for a tool call whose arguments are ignored."""
 _MAX_KNOWN = 10_000
 
 
 class UnwrittenKeys:
-    """Detects ignored parts once per structure (roles, keys, number of calls) of a conversation: templates
-    depend on nothing more, and a corpus has few structures."""
+    """Detects ignored parts once per structure (roles, keys, number of calls) of a conversation, because
+    templates depend on nothing else and a corpus has few structures."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, tuple[Unwritten, ...]] = {}
@@ -26,9 +26,9 @@ class UnwrittenKeys:
         tools: Sequence[Any] | None,
         render: Callable[[Sequence[Message], Sequence[Any] | None], str],
     ) -> tuple[Unwritten, ...]:
-        """Return the keys that can be removed from the conversation without changing its text.
+        """Return the keys whose removal does not change the conversation's text.
 
-        A conversation that consists only of users' and assistants' texts is not rendered.
+        A conversation of only user and assistant texts is not rendered.
         """
         lacking = list(_lacking(messages, tools))
         if not lacking:
@@ -60,7 +60,7 @@ def _calls(message: Message) -> list[Any]:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call, or None."""
+    """Return the arguments of a tool call, or None."""
     function = call.get("function")
     return (function if isinstance(function, Mapping) else call).get("arguments") or None
 
@@ -77,14 +77,14 @@ def _renders(
 ) -> bool:
     try:
         return render(messages, tools) == text
-    except DataError:  # the template requires what is missing
+    except DataError:  # the template requires the removed part
         return False
 
 
 def _lacking(
     messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> Iterator[tuple[Unwritten, Sequence[Message], Sequence[Any] | None]]:
-    """Yield parts that may be ignored, each with the conversation without it.
+    """Yield parts that may be ignored, each with the conversation without that part.
 
     Every template writes the texts of users, and of assistants without tool calls.
     """

@@ -1,1 +1,1 @@
-"""Tokenizers, loaded from the files of a model."""
+"""Tokenizers, loaded from a model's files."""

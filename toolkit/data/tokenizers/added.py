@@ -1,4 +1,4 @@
-"""Copies of a tokenizer with additional special tokens or another chat template; the original is unchanged.
+"""Copies of a tokenizer with added special tokens or another chat template; the original is unchanged.
 
     <cache folder>/tokenizers/<key>/    the tokenizer's files, with the new tokens after all others
 
@@ -40,10 +40,10 @@ def extend_tokenizer(
 ) -> Path:
     """Return the folder of a copy of the tokenizer at ``path`` with ``tokens`` added.
 
-    Their ids follow the largest existing one. ``template``, if given, is the copy's chat template.
+    New ids follow the largest existing id. ``template``, if given, is the copy's chat template.
 
     Raises:
-        DataError: There is no tokenizer, it has one of the tokens, or the copy cannot be written.
+        DataError: There is no tokenizer, it already has one of the tokens, or the copy cannot be written.
     """
     found, tokenizer = find(path), load_tokenizer(path)
     if existing := [name for name in tokens if _has(tokenizer, name)]:
@@ -55,7 +55,7 @@ def extend_tokenizer(
     files[found.path.name] = found.content
     if template is not None:
         files[TEMPLATE] = template.encode()
-        files.pop(TOOL_USE, None)  # the given template is for all dialogs
+        files.pop(TOOL_USE, None)  # the given template applies to all dialogs
     key = hashlib.sha256(json.dumps([*tokens]).encode())
     for name in sorted(files):
         key.update(f"\0{name}\0{len(files[name])}\0".encode() + files[name])
@@ -74,11 +74,11 @@ def _has(tokenizer: Tokenizer, name: str) -> bool:
     if name in tokenizer.special_tokens:
         return True
     ids = tokenizer.encode(name)
-    return len(ids) == 1 and tokenizer.decode(ids) == name  # the library would keep its id
+    return len(ids) == 1 and tokenizer.decode(ids) == name  # the library would keep the existing id
 
 
 def _configured(config: dict[str, Any], added: dict[str, int], ids: dict[str, int]) -> bytes:
-    """Return tokenizer_config.json, in which the ``.model`` files have their added tokens."""
+    """Return tokenizer_config.json, where ``.model`` files have their added tokens."""
     listed = {str(token): _entry(name) for name, token in (added | ids).items()}
     config["added_tokens_decoder"] = listed | (config.get("added_tokens_decoder") or {})
     config["additional_special_tokens"] = [*(config.get("additional_special_tokens") or []), *ids]
@@ -98,7 +98,7 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write the files atomically, even if other processes write the same ones."""
+    """Write the files atomically, so that other processes may write the same files."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         copy = Path(tempfile.mkdtemp(dir=folder.parent))

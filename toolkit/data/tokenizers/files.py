@@ -1,4 +1,4 @@
-"""Find a folder's tokenizer file, determine its kind by content, and read the names of its tokens.
+"""Find a folder's tokenizer file, detect its kind from its content, and read the names of its tokens.
 
 A folder is searched for, in this order,
 
@@ -6,13 +6,13 @@ A folder is searched for, in this order,
 2. ``original/tokenizer.model``   the same, in Hugging Face repositories of Meta
 3. ``tokenizer.json``             Hugging Face tokenizers
 
-The ``.model`` files come first because Meta's own code reads them and because tiktoken encodes four times
-faster than the JSON of the same vocabulary, to the same ids. Tokens that were added later are included: their
-names and ids are read from ``tokenizer_config.json`` in the same folder, or from the files in which other
-releases of transformers store them.
-A tokenizer.json next to a SentencePiece model is preferred if it puts a space only before the first word of a
-prompt, whereas the model would put one after each special token of a dialog; or if it has added tokens that
-are not special, such as ``<think>``, which the model does not know.
+The ``.model`` files come first because Meta's own code reads them, and because tiktoken encodes four times
+faster than the JSON tokenizer of the same vocabulary, with the same ids. Tokens that were added later are
+included: their names and ids are read from ``tokenizer_config.json`` in the same folder, or from the files in
+which other releases of transformers store them. A tokenizer.json next to a SentencePiece model is preferred
+in two cases. It puts a space only before the first word of a prompt, whereas the model would put one after
+each special token of a dialog; or it has added tokens that are not special, such as ``<think>``, which the
+model does not know.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACCEPTED = (
 )
 TEMPLATE = "chat_template.jinja"
 TOOL_USE = "additional_chat_templates/tool_use.jinja"
-"""Chat template of a folder, and the template for dialogs with tools."""
+"""Files of a folder's chat template and of its template for dialogs with tools."""
 FILES = (
     *CANDIDATES,
     "tokenizer_config.json",
@@ -53,10 +53,10 @@ FILES = (
     "added_tokens.json",
     TEMPLATE,
     TOOL_USE,
-    "config.json",  # like Meta's params.json, distinguishes releases that name their tokens differently
+    "config.json",  # like Meta's params.json, distinguishes releases with different token names
     "params.json",
 )
-"""Files of a folder that are read with its tokenizer."""
+"""Files of a folder that are read together with its tokenizer."""
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 
 
@@ -65,13 +65,13 @@ class TokenizerFiles:
     """One tokenizer on disk.
 
     Attributes:
-        path: File that defines it.
-        folder: Folder of the model's files.
-        kind: Kind of that file.
-        content: Its bytes.
-        added: Name → id of the tokens that files next to a ``.model`` list.
-        named: Role ("bos", "eos", "pad") → token name, where defined; "" if there is none.
-        add_bos: Whether plain text starts with BOS; None: as defined by the folder's files.
+            path: File that defines the tokenizer.
+            folder: Folder of the model's files.
+            kind: Kind of the file at ``path``.
+            content: Bytes of that file.
+            added: Name → id of the tokens listed by files next to a ``.model`` file.
+            named: Role ("bos", "eos", "pad") → token name, where defined; "" if there is none.
+            add_bos: Whether plain text starts with BOS; None leaves it to the folder's files.
     """
 
     path: Path
@@ -87,7 +87,7 @@ def find(path: str | Path) -> TokenizerFiles:
     """Find and read the tokenizer file at ``path``, a file or a folder, local or in object storage.
 
     Raises:
-        DataError: There is none, or the file is not a tokenizer of a known kind.
+            DataError: There is no file, or it is not a tokenizer of a known kind.
     """
     given = expand_user(path)
     if not isinstance(given, os.PathLike):
@@ -132,7 +132,7 @@ def _download(remote: RemotePath) -> Path:
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
-    """Determine the kind of a tokenizer file from its first bytes, regardless of its name."""
+    """Detect the kind of a tokenizer file from its first bytes, regardless of its name."""
     head = content[:4096]
     if head.startswith(b"version https://git-lfs"):
         raise DataError(f"{path} is a Git LFS pointer, not the tokenizer itself: run `git lfs pull` there")
@@ -148,8 +148,8 @@ def kind_of(content: bytes, path: Path) -> Kind:
 
 
 def _says_more(path: Path) -> bool:
-    """Return whether a tokenizer.json, if it exists, puts a space only before the first word of a prompt, or
-    has added tokens that are not special."""
+    """Return whether a tokenizer.json exists that puts a space only before the first word of a prompt, or has
+    added tokens that are not special."""
     described = read_if_there(path)
     pre, added = described.get("pre_tokenizer"), described.get("added_tokens")
     parts = pre.get("pretokenizers", [pre]) if isinstance(pre, dict) else []
@@ -164,11 +164,11 @@ def _any(items: Any, key: str, value: Any) -> bool:
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
     """Return whether plain text starts with the token ``bos_id``, as in transformers.
 
-    This is defined by tokenizer.json if it exists, else by ``add_bos_token`` of tokenizer_config.json, else
-    it is true, as with Meta's files.
+    tokenizer.json decides if it exists, else ``add_bos_token`` in tokenizer_config.json; the default is True,
+    as with Meta's files.
 
     Raises:
-        DataError: BOS is requested but there is none, or a file cannot be read.
+        DataError: BOS is requested but does not exist, or a file cannot be read.
     """
     if files.add_bos is not None:
         if files.add_bos and bos_id is None:
@@ -195,7 +195,7 @@ def declared(folder: Path) -> dict[str, Any]:
     This is the precedence in transformers.
 
     Raises:
-        DataError: One of them is not a JSON object.
+            DataError: One of the files is not a JSON object.
     """
     config = read_if_there(folder / "tokenizer_config.json")
     lists = config.get("added_tokens_decoder") is not None
@@ -203,9 +203,9 @@ def declared(folder: Path) -> dict[str, Any]:
 
 
 def _listed_elsewhere(folder: Path) -> dict[str, Any]:
-    """Return added tokens by id that tokenizer_config.json does not list.
+    """Return added tokens, by id, that tokenizer_config.json does not list.
 
-    transformers before 4.34 stores them in added_tokens.json, and from 5 on in tokenizer.json.
+    transformers before 4.34 stores them in added_tokens.json; from 5 on, in tokenizer.json.
     """
     tokens_by_id = {str(token): name for name, token in read_if_there(folder / "added_tokens.json").items()}
     described = read_if_there(folder / "tokenizer.json").get("added_tokens")
@@ -214,7 +214,7 @@ def _listed_elsewhere(folder: Path) -> dict[str, Any]:
 
 
 def _added_and_named(folder: Path, kind: Kind) -> tuple[dict[str, int], dict[str, str]]:
-    """Return (added token name → id, role → token name) declared by files next to a ``kind`` tokenizer."""
+    """Return (added token name → id, role → token name) from files next to a ``kind`` tokenizer."""
     values = declared(folder)
     if kind != "json" and values.get("added_tokens_decoder") is None:
         values |= {"added_tokens_decoder": _listed_elsewhere(folder)}

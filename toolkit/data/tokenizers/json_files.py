@@ -1,4 +1,4 @@
-"""Properties of a tokenizer.json. The tokenizers library is imported only where it is needed."""
+"""Properties of a tokenizer.json. The tokenizers library is imported only when needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.io.json_fields import parse_object
 
 
 def json_vocabulary_size(data: bytes, path: Path) -> int:
-    """Return the largest id + 1 in the vocabulary and the added tokens of a ``tokenizer.json``."""
+    """Return the largest id + 1 among the vocabulary and the added tokens of a ``tokenizer.json``."""
     content = parse_object(data, path)
     model, added = content.get("model"), content.get("added_tokens") or []
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -30,8 +30,8 @@ def json_vocabulary_size(data: bytes, path: Path) -> int:
 
 
 def first_added(post_processor: Any, folder: Path) -> int | None:
-    """Return the token that the ``post_processor`` of a tokenizer.json puts before a text, determined by
-    applying it to a text of one token."""
+    """Return the token that a tokenizer.json's ``post_processor`` puts before a text, found by applying it to
+    a text of one token."""
     import tokenizers
 
     unknown = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
@@ -46,7 +46,7 @@ def tokenizers_errors(path: Path) -> Iterator[None]:
     """Add the file name to a plain Exception or a panic of the tokenizers library.
 
     Raises:
-        DataError: One of these was raised.
+        DataError: The library raised one of them.
     """
     try:
         yield

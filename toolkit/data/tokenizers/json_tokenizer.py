@@ -13,14 +13,14 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, without_surrogates
 class JsonTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``, run by the tokenizers library.
 
-    Its template, truncation and padding are not applied, and text is not searched for special tokens.
+    Its template, truncation and padding are not applied, and special tokens in text are not recognized.
     """
 
-    _version = "2"  # version 1 found special tokens in text in the processes that tokenized a corpus
+    _version = "2"  # version 1 recognized special tokens in text in processes that tokenized a corpus
 
     def __init__(self, files: TokenizerFiles):
-        # Corpora are tokenized by several processes, not by this library's threads: those start on the first
-        # batch, and a fork after it would hang or warn. Set the variable to enable them.
+        # Corpora are tokenized by several processes, not by this library's threads: threads start on the
+        # first batch, and a fork after that would hang or warn. Set the variable to enable threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
@@ -36,14 +36,14 @@ class JsonTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._backend.encode_special_tokens = True  # not pickled by the library
+        self._backend.encode_special_tokens = True  # the library does not pickle it
 
     def _encode(self, text: str) -> list[int]:
         with tokenizers_errors(self.path):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_after(self, special: int, text: str) -> list[int]:
-        if any(name in text for name in self.special_tokens):  # the library would encode them as such
+        if any(name in text for name in self.special_tokens):  # the library would encode them as special
             return super().encode_after(special, text)
         self._backend.encode_special_tokens = False
         ids = self._encode(self._special_names[special] + without_surrogates(text))
@@ -55,7 +55,7 @@ class JsonTokenizer(Tokenizer):
     ) -> tuple[list[int], list[tuple[int, int]]]:
         text = without_surrogates(text)
         name = "" if after is None else self._special_names[after]
-        if any(special in text for special in self.special_tokens):  # as encode_after
+        if any(special in text for special in self.special_tokens):  # as in encode_after
             name = ""
         self._backend.encode_special_tokens = not name
         encoding = self._backend.encode(name + text, add_special_tokens=False)

@@ -1,7 +1,7 @@
-"""Loading of a tokenizer of any kind, and its vocabulary size without loading it.
+"""Load a tokenizer of any kind, or read its vocabulary size without loading it.
 
-The tokenizer libraries are imported only where they are needed, so that the preflight can determine a
-vocabulary size in some tens of milliseconds.
+The tokenizer libraries are imported only when needed, so that the preflight can read a vocabulary size in
+tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def load_tokenizer(path: str | Path, *, add_bos: bool | None = None) -> Tokenize
     ``add_bos`` overrides whether plain texts start with BOS.
 
     Raises:
-        DataError: There is none, a file is damaged or of unknown kind, or it lacks a requested BOS.
+            DataError: There is no tokenizer, a file is damaged or of unknown kind, or a requested BOS is
+                missing.
     """
     files = replace(find(path), add_bos=add_bos)
     if files.kind == "tiktoken":
@@ -41,7 +42,8 @@ def vocabulary_size(path: str | Path) -> int:
     """Return the vocabulary size of the tokenizer at ``path`` (largest id + 1), without loading it.
 
     Raises:
-        DataError: As in :func:`find`, or the file is not a tokenizer, or a tiktoken file of an unknown model.
+            DataError: As in :func:`find`; or the file is not a tokenizer, or is a tiktoken file of an unknown
+                model.
     """
     files = find(path)
     if files.kind == "json":

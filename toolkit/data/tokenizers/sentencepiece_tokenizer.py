@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """SentencePiece. A text is encoded with a space before it, and decoded without that space.
+    """SentencePiece tokenizer. A text is encoded with a space before it, and decoded without that space.
 
     Therefore only complete sequences decode exactly: a continuation that starts with a word loses its space.
     """
@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(text)
 
     def _decode(self, ids: list[int]) -> str:
-        # The library returns nothing for control tokens and does not know added ones.
+        # The library returns no text for control tokens and does not know added tokens.
         texts: list[str] = []
         for special, group in groupby(ids, key=self._special_names.__contains__):
             run = list(group)
@@ -47,7 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join(texts)
 
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
-        offsets, place = [], -1  # the space before a text is not one of its characters
+        offsets, place = [], -1  # the space before the text is not one of its characters
         for token in ids:
             piece = self._model.id_to_piece(token)
             begin = max(0, place)

@@ -1,7 +1,7 @@
-"""Tiktoken files: their merge ranks, and the model family that they belong to.
+"""Tiktoken files: their merge ranks, and the model family to which they belong.
 
-The file contains neither the word pattern nor the special tokens; both are derived from the number of ranks
-(:class:`~toolkit.models.common.tiktoken_form.TiktokenForm`). Imports no torch.
+The file contains neither the pre-tokenization regex nor the special tokens; both are derived from the number
+of ranks (:class:`~toolkit.models.common.tiktoken_form.TiktokenForm`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toolkit.models.registry import tiktoken_forms
 
 
 def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Parse the merge ranks of a tiktoken file: token bytes → rank, which is also its id.
+    """Parse the merge ranks of a tiktoken file: token bytes → rank, which is also the token's id.
 
     Raises:
         DataError: A line is not "base64 rank", a token or rank occurs twice, or a rank is missing.
@@ -40,10 +40,10 @@ def read_ranks(content: bytes, path: Path) -> dict[bytes, int]:
 
 
 def form_of(n_ranks: int, path: Path) -> TiktokenForm:
-    """Return the form of a tiktoken file with ``n_ranks`` ranks.
+    """Return the format of a tiktoken file with ``n_ranks`` ranks.
 
     Raises:
-        DataError: Its word pattern and special tokens are not known.
+        DataError: Its pre-tokenization regex and special tokens are unknown.
     """
     for form in tiktoken_forms():
         if form.matches(n_ranks):
@@ -70,7 +70,7 @@ def special_tokens(
     form: TiktokenForm, n_ranks: int, folder: Path, added: Mapping[str, int]
 ) -> dict[str, int]:
     """Return names and ids of the special tokens after ``n_ranks`` ranks: ``added``, from the
-    ``tokenizer_config.json`` of ``folder``, and the form's for all other ids."""
+    ``tokenizer_config.json`` in ``folder``, and the format's special tokens for all other ids."""
     listed = {name: token for name, token in added.items() if token >= n_ranks}
     of_form = form.special_tokens(folder if n_ranks == form.n_ranks else None)
     names = dict(enumerate(of_form, start=n_ranks))

@@ -13,14 +13,14 @@ from toolkit.data.tokenizers.tiktoken_ranks import form_of, other_model, read_ra
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.models.common.tiktoken_form import TiktokenForm
 
-# Limits of Meta's code: characters per call of tiktoken, and consecutive characters that are all whitespace
-# or all not, because merging is quadratic in the length of a word.
+# Limits of Meta's code: characters per call of tiktoken, and length of a run of whitespace or of
+# non-whitespace characters, because merging is quadratic in the length of a word.
 MAX_CHARACTERS = 400_000
 MAX_RUN = 25_000
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Byte-level BPE by ranks, with the word pattern and special tokens of their form."""
+    """Byte-level BPE by ranks, with the pre-tokenization regex and special tokens of ``form``."""
 
     def __init__(self, files: TokenizerFiles):
         ranks = read_ranks(files.content, files.path)
@@ -34,15 +34,16 @@ class TiktokenTokenizer(Tokenizer):
             self._check_pattern(ranks, form)
 
     def _check_pattern(self, ranks: dict[bytes, int], form: TiktokenForm) -> None:
-        """Raise DataError if a token spans several words of the pattern, as GPT-2's "2017" does.
+        """Raise DataError if a token spans several words of the pre-tokenization regex, as GPT-2's "2017"
+        does.
 
-        Ranks trained with the pattern have no such token. White space is not checked because its split
-        depends on what follows: "\\n " is part of the word "\\n \\n", but two words by itself.
+        Ranks trained with the regex have no such token. Whitespace is not checked because its split depends
+        on what follows: "\\n " is part of the word "\\n \\n", but two words by itself.
         """
         for token, rank in ranks.items():
             try:
                 text = token.decode()
-            except UnicodeDecodeError:  # part of a character
+            except UnicodeDecodeError:  # an incomplete character
                 continue
             if not text.isspace() and self._encoding.encode_ordinary(text) != [rank]:
                 raise other_model(
@@ -74,9 +75,10 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _cuts_in_runs(text: str) -> list[int]:
-    """Return where runs of whitespace, or of anything else, that exceed MAX_RUN characters are split."""
-    # A run longer than MAX_RUN fills at least one of these blocks; ordinary text leaves each block at its
-    # second word, which avoids iterating over all runs.
+    """Return the split positions of runs of whitespace, or of non-whitespace, longer than MAX_RUN
+    characters."""
+    # A run longer than MAX_RUN fills at least one of these blocks. In ordinary text, each block is left at
+    # its second word, which avoids a loop over all runs.
     half = MAX_RUN // 2
     blocks = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
     if not any(block.isspace() or re.search(r"\s", block) is None for block in blocks):

@@ -1,8 +1,8 @@
-"""A tiktoken tokenizer as the tokenizer.json that transformers reads. Imports no torch.
+"""Convert a tiktoken tokenizer to a tokenizer.json for transformers. Imports no torch.
 
-A tiktoken file ranks tokens; Hugging Face's tokenizers wants the pairs that merge into each. Where the whole
-word is a token it is taken at once (``ignore_merges``), as tiktoken does; elsewhere the pair whose result
-ranks lowest merges first, so every pair of tokens that makes a token is listed, by the rank of what it makes.
+A tiktoken file ranks tokens; Hugging Face's tokenizers needs the pairs that merge into each token. If a whole
+word is a token, it is used directly (``ignore_merges``), as in tiktoken. Otherwise the pair whose result has
+the lowest rank merges first, so every pair of tokens that forms a token is listed, by the rank of the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer
 
 
 def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
-    """Return tokenizer.json and tokenizer_config.json for a tiktoken ``tokenizer`` with file ``content``."""
+    """Return tokenizer.json and tokenizer_config.json for a tiktoken ``tokenizer``, whose file is
+    ``content``."""
     ranks = read_ranks(content, tokenizer.path)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     bos = names[tokenizer.bos_id] if tokenizer.bos_id is not None else None
@@ -100,7 +101,8 @@ def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
 
 
 def _alphabet() -> dict[int, str]:
-    """Return a visible character for each byte, as in GPT-2's tokenizer; printable ones are unchanged."""
+    """Return a visible character for each byte, as in GPT-2's tokenizer; printable bytes map to
+    themselves."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -1,14 +1,14 @@
 """Tokenizers: tiktoken, SentencePiece and Hugging Face files behind one interface.
 
 :func:`toolkit.data.tokenizers.load_tokenizer.load_tokenizer` finds the files (``files.py`` describes their
-order and kinds) and returns a :class:`Tokenizer`. Ids are exactly those of the library that defines the kind.
+order and kinds) and returns a :class:`Tokenizer`. Ids are exactly those of the kind's own library.
 
 Rules for all kinds:
 
 * Text is text: ``encode`` never converts "<|eot_id|>" or "</s>" in a text to the special token. To compose a
   prompt, take ids from ``special_tokens``.
-* BOS and EOS are only added on request. To encode plain text for training, generation or scoring, request BOS
-  if ``adds_bos``, which is determined by the files.
+* BOS and EOS are added only on request. To encode plain text for training, generation or scoring, request BOS
+  if ``adds_bos`` is True; the tokenizer's files determine it.
 * ``decode(encode(text))`` returns any Unicode text unchanged, with two exceptions. A lone surrogate (half a
   UTF-16 pair, which is not valid Unicode) becomes U+FFFD, as in tiktoken. SentencePiece represents a space as
   U+2581, so a U+2581 in the text becomes a space.
@@ -35,7 +35,7 @@ class Tokenizer(ABC):
     """Converts text to ids and back.
 
     Attributes:
-        path: File it was loaded from.
+            path: File from which it was loaded.
         folder: Folder of the model's files.
         kind: "tiktoken", "sentencepiece" or "json".
         n_words: Number of tokens including special ones; ids are 0 to ``n_words - 1``.
@@ -43,8 +43,8 @@ class Tokenizer(ABC):
         bos_id, eos_id, pad_id: Ids of these roles; None if the tokenizer has no such token.
         adds_bos: Whether plain text starts with BOS.
         stop_ids: Ids that end generation: end of document, turn or message.
-        fingerprint: SHA-256 of kind, file content, the BOS that texts start with and EOS. Equal fingerprints
-            mean equal token files.
+            fingerprint: SHA-256 of kind, file content, EOS, and the BOS at the start of texts. Equal
+                fingerprints mean equal token files.
     """
 
     _version = ""  # change it when the ids of texts change
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
 
         self.bos_id = role("bos", _BOS_NAMES)
         self.adds_bos = adds_bos(files, self.bos_id)
-        if files.named.get("bos") == "" and not self.adds_bos:  # null: a token of such a name is another
+        if files.named.get("bos") == "" and not self.adds_bos:  # null: a token with such a name is not BOS
             self.bos_id = None
         self.eos_id = role("eos", _EOS_NAMES, preferred=_EOS_NAMES[0])
         self.pad_id = role("pad", _PAD_NAMES)
@@ -83,17 +83,17 @@ class Tokenizer(ABC):
         return [*self._role_id("BOS", self.bos_id, bos), *ids, *self._role_id("EOS", self.eos_id, eos)]
 
     def encode_after(self, special: int, text: str) -> list[int]:
-        """Encode ``text`` after the token ``special``: Hugging Face tokenizers may put a space only before
+        """Encode ``text`` after the token ``special``. Hugging Face tokenizers may put a space only before
         the first word of a prompt, or strip spaces after a token."""
         return self._encode(without_surrogates(text))
 
     def encode_with_offsets(
         self, text: str, after: int | None = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode ``text``, at the start of a prompt or after the special token ``after``, with character
-        ranges.
+        """Encode ``text``, at the start of a prompt or after the special token ``after``, with the character
+        range of each token.
 
-        A character that is encoded as several tokens is in the range of each.
+        A character encoded as several tokens is in the range of each.
 
         Raises:
             DataError: The tokenizer normalizes this text, so its tokens cannot be located in it.
@@ -107,9 +107,9 @@ class Tokenizer(ABC):
         return self._encode_batch([without_surrogates(text) for text in texts])
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Decode ``ids``; special tokens appear by name, or are left out with ``skip_special``.
+        """Decode ``ids``; special tokens appear by name, or are omitted with ``skip_special``.
 
-        Bytes that are not UTF-8 (incomplete characters) appear as U+FFFD.
+        Invalid UTF-8 (incomplete characters) appears as U+FFFD.
 
         Raises:
             DataError: An id is outside the vocabulary.
@@ -133,11 +133,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """Encode a text without surrogates."""
+        """Encode a text that has no surrogates."""
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Decode ``ids``, special tokens by name."""
+        """Decode ``ids``; special tokens appear by name."""
 
     @abstractmethod
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:

@@ -1,1 +1,1 @@
-"""Parts that families share: the decoder, its shapes and initial values, its form at Hugging Face."""
+"""Code shared by all families: the decoder, its shapes and initial values, and its Hugging Face format."""

@@ -1,4 +1,4 @@
-"""Model args: the hyperparameters of an architecture, and their overrides. Imports no torch."""
+"""Model args: the hyperparameters of an architecture, and overrides of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A sequence classification head that replaces the LM head: one score per label, after fully connected
-    layers of ``hidden_sizes``."""
+    """A sequence classification head that replaces the LM head. It returns one score per label, after fully
+    connected layers of ``hidden_sizes``."""
 
     labels: tuple[str, ...]
     hidden_sizes: tuple[int, ...] = ()
@@ -30,9 +30,9 @@ class Classifier:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Hyperparameters of the architecture.
+    """Hyperparameters of an architecture.
 
-    ``head_dim`` usually is ``dim / n_heads``. With ``qk_norm``, each head of queries and keys is normalized
+    ``head_dim`` is usually ``dim / n_heads``. With ``qk_norm``, each head of queries and keys is normalized
     before RoPE. With ``qkv_bias``, the query, key and value projections have biases. With a
     ``sliding_window``, a token attends to itself and the ``sliding_window`` - 1 tokens before it. ``family``
     is the name of the :class:`~toolkit.models.common.spec.ModelSpec`. A model with a ``classifier`` has no LM
@@ -59,14 +59,14 @@ class ModelArgs:
 
 
 def vocab_from_tokenizer(flavor: str) -> bool:
-    """Return whether the tokenizer sets the vocabulary size unless ``vocab_size`` does (debug models)."""
+    """Return whether the vocabulary size defaults to the tokenizer's (debug models)."""
     return flavor.startswith("debugmodel")
 
 
 INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Module classes inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
-"""Module classes of a decoder that may be FSDP units."""
+"""Module classes of a decoder that can be FSDP units."""
 _FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
@@ -77,13 +77,13 @@ def override_args(
     """Return ``base`` with fields replaced; ``None`` keeps a field.
 
     ``overrides`` are the ``model.*`` keys: the fields of :class:`ModelArgs`, and ``rope_scaling_factor`` for
-    ``rope_scaling`` (1 turns scaling off; if the base has none, its ``max_seq_len`` is the original context).
-    Dependent fields follow unless they are overridden too: ``head_dim`` stays ``dim / n_heads`` if it was,
-    ``ffn_dim`` is computed from ``dim`` by ``ffn_rule`` if there is one, and ``n_kv_heads`` follows
-    ``n_heads`` if they were equal.
+    ``rope_scaling``. A factor of 1 turns scaling off; if the base has no scaling, its ``max_seq_len`` is the
+    original context. Dependent fields follow unless they are overridden too: ``head_dim`` stays
+    ``dim / n_heads`` if it was, ``ffn_dim`` is computed from ``dim`` by ``ffn_rule`` if there is one, and
+    ``n_kv_heads`` follows ``n_heads`` if they were equal.
 
     Raises:
-        ConfigError: values contradict one another; all problems are reported at once.
+            ConfigError: values are inconsistent; all problems are reported at once.
     """
     unknown = overrides.keys() - _OVERRIDES
     if unknown:
@@ -114,8 +114,8 @@ def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
 
 
 def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_dim: bool) -> None:
-    """Check sizes that depend on one another, and blame the first that was ``asked`` for."""
-    # A number of heads that suits the other sizes of the model; that of KV heads may follow it.
+    """Check that dependent sizes are consistent; blame the first field in ``asked``."""
+    # The number of heads must fit the model's other sizes; the number of KV heads may follow it.
     kv = args.n_kv_heads if args.n_kv_heads != args.n_heads or asked.get("n_kv_heads") else 1
     heads = [n for n in divisors(args.dim) if n % kv == 0 and args.dim // n % 2 == 0]
     set_heads = f"model.n_heads = {_nearest(heads, args.n_heads)}" if heads else "change model.n_heads"

@@ -1,4 +1,4 @@
-"""Attention backends: each takes queries, keys, values and a mask that it built itself.
+"""Attention backends: each computes attention from queries, keys, values and a mask that it built itself.
 
 Shapes: B batch, S sequence, H heads, K key/value heads (H a multiple of K), E head dim.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 AttentionMask = Any
 """The return value of a backend's ``mask``, built once per forward and passed to every block."""
 Prefix = tuple[Tensor, Tensor]
-"""Keys and values (P, K, E) that every query attends to in addition to its row; only SDPA supports them."""
+"""Keys and values (P, K, E) that every query attends to in addition to its row; only SDPA supports this."""
 
 
 class AttentionBackend:
-    """softmax(q kᵀ / √E) v, causal and within documents; each key head serves H / K query heads.
+    """softmax(q kᵀ / √E) v, causal and within documents; each KV head serves H / K query heads.
 
     With a ``window``, a query attends only to itself and the ``window`` - 1 tokens before it.
-    ``takes_padding``: rows may begin with padding as a document, at any length and dtype.
+    ``takes_padding``: rows may begin with padding, as a separate document of any length, in any dtype.
     """
 
     takes_padding = False
@@ -32,10 +32,10 @@ class AttentionBackend:
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> AttentionMask:
-        """Build the mask for document ids (B, S) with B = ``rows``; None is one document per row.
+        """Build the mask from document ids (B, S) with B = ``rows``; None means one document per row.
 
-        The tokens of a document are contiguous. Keys are the first ``length`` tokens of S, queries those from
-        ``first`` on; both are all S tokens unless the sequence is split over ranks.
+        The tokens of a document are contiguous. Keys are the first ``length`` tokens of S, and queries the
+        tokens from ``first`` on; both are all S tokens unless sequences are sharded over ranks.
         """
         raise NotImplementedError
 
@@ -55,5 +55,5 @@ _CLASSES = {
 
 
 def attention_backend(name: str, window: int | None = None) -> AttentionBackend:
-    """Return the backend ``name``. Its module is imported on demand: two of them import torch's compiler."""
+    """Return the backend ``name``, imported on demand because two backends import torch's compiler."""
     return getattr(import_module(f"{__package__}.attention_{name}"), _CLASSES[name])(window)

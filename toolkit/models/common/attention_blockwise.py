@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, for CPUs, as a backend: toolkit/cpu/blockwise_attention.py computes it."""
+"""Blockwise attention for CPUs as a backend; toolkit/cpu/blockwise_attention.py computes it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from toolkit.models.common.attention import AttentionBackend
 
 
 class Blockwise(AttentionBackend):
-    """Attention of queries in blocks, for CPUs: any dtype, grouped heads, documents, windows."""
+    """Attention in blocks of queries, for CPUs: any dtype, grouped heads, documents, windows."""
 
     takes_padding = True
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
-        """The first column (B, Q) that each query sees, of its document and window; None where all begin at
-        the first of the row."""
+        """Return the index (B, Q) of the first key visible to each query, given documents and window; None if
+        it is always the first of the row."""
         starts_BQ = None if documents_BS is None else document_starts(documents_BS[:, :length])[:, first:]
         if (window := self.reach(length)) is None:
             return starts_BQ

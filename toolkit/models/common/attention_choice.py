@@ -1,4 +1,4 @@
-"""Choice of the attention backend, of those in ``attention.py``. Imports no torch."""
+"""Choice of an attention backend (``attention.py``). Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _NAMED_BY_FLAVOR = {"_flex_attn": "flex", "_flex": "flex", "_varlen_attn": "varl
 
 
 def flavor_attention(flavor: str) -> str | None:
-    """Return the attention backend in a flavor's name as torchtitan spells it, such as 8B_flex, or None."""
+    """Return the attention backend in a flavor's name (torchtitan's spelling, such as 8B_flex), or None."""
     return next((name for end, name in _NAMED_BY_FLAVOR.items() if flavor.endswith(end)), None)
 
 
@@ -19,14 +19,14 @@ def choose_attention(
     prefix: bool = False,
     cpu_fast_paths: bool = True,
 ) -> str:
-    """Return the attention backend for ``model.attention`` = ``asked`` on a ``device`` ("cpu" or "cuda").
+    """Return the backend for ``model.attention`` = ``asked`` on ``device`` ("cpu" or "cuda").
 
-    ``documents``: samples contain several documents, each attending within itself. ``prefix``: there is a
-    learned prefix, which only SDPA supports. On CPU "auto" is blockwise with ``cpu_fast_paths``; SDPA, the
-    only other backend that trains there, is faster only for fp32 rows of at least 2,048 tokens without
-    documents. On CUDA "auto" is the backend in the flavor's name; else SDPA for plain causal attention, for
-    which it has fused kernels, and flex for documents, for which SDPA needs a dense mask (S² bytes per
-    sample, and a slower kernel). The choice on CUDA follows published results; ``benchmarks/attention.py``
+    ``documents``: samples contain several documents, and attention stays within each. ``prefix``: there is a
+    learned prefix, which only SDPA supports. On CPU, "auto" is blockwise with ``cpu_fast_paths``. SDPA, the
+    only other backend that can train there, is faster only for fp32 rows of at least 2,048 tokens without
+    documents. On CUDA, "auto" is the backend in the flavor's name, if any; else SDPA for plain causal
+    attention, where it has fused kernels, and flex for documents, where SDPA needs a dense mask (S² bytes per
+    sample) and a slower kernel. The choice on CUDA follows published results; ``benchmarks/attention.py``
     measures a device.
     """
     if asked != "auto":

@@ -14,7 +14,8 @@ from toolkit.models.common.attention_sdpa import causal_mask, sdpa
 
 
 class Flash(AttentionBackend):
-    """``SDPA`` that raises where torch would use another kernel than flash, which supports no masks."""
+    """``SDPA`` restricted to the flash kernel, which supports no masks; raises where torch would use
+    another."""
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0

@@ -1,8 +1,8 @@
-"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): a fused kernel that skips blocks outside documents.
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): a fused kernel that skips fully masked blocks.
 
-Memory is linear in the sequence; any precision; head dim at least 16. torch.compile generates the kernel on
-the first step, and again for each new shape. On CPU it computes all scores and has no backward: for tests
-only.
+Memory is linear in the sequence length; any dtype; head dim at least 16. torch.compile generates the kernel
+on the first step, and again for each new shape. On CPU it computes all scores and has no backward, so it is
+for tests only.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from toolkit.compat import higher_order_wrap
 from toolkit.models.common.attention import AttentionBackend
 
-# Selective checkpointing can save the output of a wrapped compiled region; otherwise it recomputes it. Before
-# this class, wrapping failed with flex_attention (torchtitan issue 2463).
+# Selective checkpointing can save the output of a wrapped compiled region; unwrapped, it is recomputed.
+# Without this class, wrapping fails with flex_attention (torchtitan issue 2463).
 _OPTIONS: dict[str, Any] = (
     {"wrap_inductor_compiled_regions": True} if hasattr(higher_order_wrap, "InductorCompiledCallable") else {}
 )
 
-# For fewer than 128 queries torch chooses a kernel for decoding, of which it has none for grouped heads and
-# more than a few queries ("No choices exist for backend", torch 2.11 on an H100).
+# For fewer than 128 queries torch chooses a decoding kernel, which does not exist for grouped heads and more
+# than a few queries ("No choices exist for backend", torch 2.11 on an H100).
 _KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
 
 
 class FlexAttention(AttentionBackend):
-    """torch's flex_attention over a mask of 128 x 128 blocks."""
+    """torch's flex_attention with a mask of 128 x 128 blocks."""
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -46,7 +46,7 @@ class FlexAttention(AttentionBackend):
             same = documents_BS[row, query + first] == documents_BS[row, key]
             return causal(row, head, query, key) & same
 
-        # Compiled, it does not materialize the booleans of all pairs.
+        # When compiled, it does not materialize a boolean for every pair.
         make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
         if documents_BS is None:
             return make(causal, None, None, length - first, length, device=device)
@@ -55,7 +55,7 @@ class FlexAttention(AttentionBackend):
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: BlockMask) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         flex: Callable[..., Any] = flex_attention
-        if q_BHSE.is_cuda and not torch.compiler.is_compiling():  # a compiled block has it in its graph
+        if q_BHSE.is_cuda and not torch.compiler.is_compiling():  # a compiled block already contains it
             flex = _compiled(flex_attention)
         out_BHSE = flex(
             q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],

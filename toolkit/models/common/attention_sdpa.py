@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, and dense masks for it.
+"""torch's scaled_dot_product_attention, and the dense masks that it needs.
 
 Shapes: B batch, S sequence, P learned tokens, H heads, K key/value heads (H a multiple of K), E head dim.
 """
@@ -18,8 +18,7 @@ from toolkit.models.common.attention import AttentionBackend, Prefix
 
 
 class SDPA(AttentionBackend):
-    """torch's scaled_dot_product_attention: runs on any device, with a dense mask for documents and
-    windows."""
+    """torch's scaled_dot_product_attention: runs on any device; documents and windows use a dense mask."""
 
     takes_padding = True
 
@@ -50,8 +49,8 @@ class SDPA(AttentionBackend):
 def attention_mask(documents_BS: Tensor, first: int = 0, window: int | None = None) -> Tensor:
     """Return the mask (B, 1, Q, S) of causal attention within documents, for the Q queries from ``first`` on.
 
-    A query attends to at most the last ``window`` keys. Padding has an id too: it attends to itself, so that
-    no row of the softmax is empty.
+    A query attends to at most the last ``window`` keys. Padding has a document id too: it attends to itself,
+    so that no softmax row is empty.
     """
     same_B1QS = documents_BS[:, None, first:, None] == documents_BS[:, None, None, :]
     return _banded(same_B1QS, first, window)
@@ -60,25 +59,25 @@ def attention_mask(documents_BS: Tensor, first: int = 0, window: int | None = No
 def causal_mask(
     length: int, device: torch.device, first: int = 0, window: int | None = None
 ) -> Tensor | None:
-    """Return the mask of the queries from ``first`` on over ``length`` keys; None is torch's is_causal."""
+    """Return the mask of queries from ``first`` on over ``length`` keys; None if torch's is_causal
+    suffices."""
     if window is not None:
         return _banded(torch.ones(length - first, length, dtype=torch.bool, device=device), first, window)
     if first == 0:
         return None
-    if device.type == "cuda":  # the flash kernel supports this one, but no dense mask
+    if device.type == "cuda":  # the flash kernel supports this mask, but no dense mask
         return causal_lower_right(length - first, length)
     return torch.ones(length - first, length, dtype=torch.bool, device=device).tril_(first)
 
 
 def _banded(seen_QS: Tensor, first: int, window: int | None) -> Tensor:
-    """Mask out, in place, the keys after each query and those before its window."""
+    """Mask out, in place, the keys after each query and before its window."""
     seen_QS.tril_(first)
     return seen_QS if window is None else seen_QS.triu_(first + 1 - window)
 
 
 def prefix_mask(mask: Tensor | None, queries: int, keys: int, prefix: int, device: torch.device) -> Tensor:
-    """Return ``mask`` of ``queries`` and ``keys``, extended by ``prefix`` leading keys visible to all
-    queries."""
+    """Extend ``mask`` (``queries`` × ``keys``) by ``prefix`` leading keys that every query sees."""
     if mask is None or isinstance(mask, CausalBias):
         mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return F.pad(mask, (prefix, 0), value=True)
@@ -91,15 +90,15 @@ _GROUPED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 def sdpa(
     q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None, kernels: Kernels = ()
 ) -> Tensor:
-    """Compute softmax(q kᵀ / √E) v under the mask; each key head serves H / K query heads.
+    """Compute softmax(q kᵀ / √E) v under the mask; each KV head serves H / K query heads.
 
-    On CUDA ``kernels`` default to :func:`cuda_kernels`. Returns the shape of the queries.
+    On CUDA, ``kernels`` defaults to :func:`cuda_kernels`. Returns the shape of the queries.
     """
     q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
     group = q_BHSE.shape[1] // k_BKSE.shape[1]
     if group > 1 and q_BHSE.is_cuda:
         kernels = kernels or cuda_kernels(q_BHSE, k_BKSE, mask)
-        if kernels[0] not in _GROUPED:  # small next to the S x S scores that the fallback stores
+        if kernels[0] not in _GROUPED:  # a small cost next to the S x S scores that the fallback stores
             k_BKSE, v_BKSE = (torch.repeat_interleave(x, group, dim=1) for x in (k_BKSE, v_BKSE))
     return scaled_dot_product(q_BHSE, k_BKSE, v_BKSE, mask, causal=mask is None, kernels=kernels).transpose(
         1, 2
@@ -115,7 +114,7 @@ def scaled_dot_product(
     causal: bool = False,
     kernels: Kernels = (),
 ) -> Tensor:
-    """Call torch's function; on CUDA with ``kernels``, by default those of :func:`cuda_kernels`."""
+    """Call torch's function, on CUDA with ``kernels`` (default: :func:`cuda_kernels`)."""
     context: AbstractContextManager[None] = nullcontext()
     if q_BHSE.is_cuda:
         kernels = kernels or cuda_kernels(q_BHSE, k_BKSE, mask)
@@ -128,12 +127,13 @@ def scaled_dot_product(
 
 
 def cuda_kernels(q_BHSE: Tensor, k_BKSE: Tensor, mask: Tensor | None) -> Kernels:
-    """Return the kernels to use for these inputs on CUDA, the preferred one first.
+    """Return the CUDA kernels to use for these inputs, in order of preference.
 
-    On Hopper torch prefers cuDNN for all inputs. It is the fastest in training, but takes about 30 ms to
+    On Hopper, torch prefers cuDNN for all inputs. It is the fastest in training, but takes about 30 ms to
     build a plan for each new length, and its gradients become NaN under masks or at lengths that are not
     multiples of 128 (pytorch issue 196678, cudnn-frontend issues 160 and 1072). It is therefore used only in
-    training, for full causal rows of such lengths; flash takes other rows without a dense mask.
+    training, for full causal rows whose length is a multiple of 128. Flash handles other rows without a dense
+    mask.
     """
     fallback = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     dense = mask is not None and not isinstance(mask, CausalBias)

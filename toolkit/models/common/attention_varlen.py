@@ -1,7 +1,7 @@
 """torch's varlen_attn: the flash kernel over concatenated documents. CUDA, bfloat16 or float16.
 
-Memory is linear in the sequence, nothing is compiled; head dim a multiple of 8, up to 256. Finding the
-documents synchronizes with the device once per forward, because their number is a shape.
+Memory is linear in the sequence length, and nothing is compiled; head dim a multiple of 8, up to 256. Finding
+the documents synchronizes with the device once per forward, because their number is a tensor shape.
 
 Shapes: T = B·S tokens, N documents of all rows together.
 """
@@ -28,8 +28,8 @@ class Documents(NamedTuple):
     """Offsets (N + 1,) int32 of the documents among all keys and all queries.
 
     Attributes:
-        most_keys: upper bound of the keys in a document, most_queries of its queries.
-        before: number of earlier keys that a query attends to; -1 is all.
+            most_keys: upper bound of the number of keys in a document; most_queries: the same for queries.
+            before: number of earlier keys visible to a query; -1 means all.
     """
 
     keys: Tensor
@@ -40,7 +40,7 @@ class Documents(NamedTuple):
 
 
 class VarlenAttention(AttentionBackend):
-    """Attention over all rows as one sequence of T tokens; each row and each new id begins a document."""
+    """Attention over all rows as one sequence of T tokens; a document begins at each row and each new id."""
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -50,8 +50,8 @@ class VarlenAttention(AttentionBackend):
         else:
             keys = document_bounds(documents_BS[:, :length])
         queries = query_bounds(keys, length, first) if first else keys
-        # One graph of a compiled block serves any number of documents; for the same reason the maximum is the
-        # row's length rather than that of the longest document.
+        # One graph of a compiled block serves any number of documents. For the same reason the maximum is the
+        # row length, not the length of the longest document.
         mark_dynamic(keys, 0)
         mark_dynamic(queries, 0)
         return Documents(keys, queries, length, length - first, (self.reach(length) or 0) - 1)
@@ -68,7 +68,7 @@ class VarlenAttention(AttentionBackend):
 
 
 def document_bounds(documents_BS: Tensor) -> Tensor:
-    """Return the offsets of the runs of equal ids in all rows, concatenated: (N + 1,) int32."""
+    """Return the offsets of runs of equal ids in the concatenated rows: (N + 1,) int32."""
     begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     begins_N = begins_BS.flatten().nonzero().flatten()
@@ -76,6 +76,7 @@ def document_bounds(documents_BS: Tensor) -> Tensor:
 
 
 def query_bounds(keys: Tensor, length: int, first: int) -> Tensor:
-    """Convert offsets of ``keys`` in rows of ``length`` tokens to those among tokens from ``first`` on."""
+    """Convert offsets of ``keys``, in rows of ``length`` tokens, to offsets among the tokens from ``first``
+    on."""
     row, column = keys // length, keys % length
     return (row * (length - first) + (column - first).clamp(min=0)).to(torch.int32)

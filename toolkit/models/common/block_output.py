@@ -1,8 +1,8 @@
 """Auxiliary losses and statistics that blocks return with hidden states.
 
-A block is pure: it returns them, so that activation checkpointing may recompute it. Decoder sums them
-outside, once per micro-batch. A loss enters the objective only in backward: its gradient is attached to the
-hidden states, which works alike in a whole model and in a pipeline stage.
+A block is pure: it returns these values, so activation checkpointing may recompute it. Decoder sums them
+outside the block, once per micro-batch. A loss enters the objective only in backward: its gradient is
+attached to the hidden states, which works alike in a whole model and in a pipeline stage.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import Tensor
 
 
 class BlockOutput(NamedTuple):
-    """Hidden states (B, S, D), and scalars by name, each summed over their tokens.
+    """Hidden states (B, S, D), and named scalars, each summed over the tokens.
 
-    Under tensor and context parallelism, a rank sums over its part of the sequence. The gradient of
-    ``losses`` is added to that of the objective. Both ``losses`` and ``statistics`` are logged as means per
-    token, summed over layers, under the names of
-    :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`.
+    Under tensor and context parallelism, a rank sums over its shard of the sequence. The gradient of
+    ``losses`` is added to the objective's gradient. ``losses`` and ``statistics`` are logged as means per
+    token, summed over layers, under the names of :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`.
     """
 
     hidden: Tensor
@@ -40,7 +39,7 @@ class BlockSums:
         self.sums: dict[str, Tensor] = {}
 
     def hidden(self, output: Tensor | BlockOutput) -> Tensor:
-        """Add up a block's losses and statistics, and return its hidden states with the losses attached."""
+        """Accumulate a block's losses and statistics; return its hidden states with the losses attached."""
         if isinstance(output, Tensor):
             return output
         hidden, losses, statistics = output
@@ -53,7 +52,7 @@ class BlockSums:
         return hidden
 
     def take(self, name: str, like: Tensor) -> Tensor:
-        """Remove the sum of ``name`` and return it as a scalar ``like`` the given tensor."""
+        """Remove the sum of ``name`` and return it as a scalar of the dtype and device of ``like``."""
         return like.new_zeros(()) + self.sums.pop(name, 0)
 
 

@@ -11,11 +11,11 @@ from toolkit.errors import DataError
 
 Message = Mapping[str, Any]
 Unwritten = tuple[int | None, str]
-"""A key of the message with this index, or of the dialog (``tools``), that a format does not write."""
+"""A key of the message with this index, or of the dialog (``tools``), that a format omits."""
 
 
 class ChatTokenizer(Protocol):
-    """The part of a tokenizer that a format uses (:class:`~toolkit.data.tokenizers.tokenizer.Tokenizer`)."""
+    """The tokenizer methods that a format uses (:class:`~toolkit.data.tokenizers.tokenizer.Tokenizer`)."""
 
     path: Path
     kind: Any
@@ -30,14 +30,14 @@ class ChatTokenizer(Protocol):
 
 
 class Turns(NamedTuple):
-    """The ``ids`` of a dialog, and for each answer the range of ids with its text and the end of its turn."""
+    """The ``ids`` of a dialog, and the id range of each answer, including the end of its turn."""
 
     ids: list[int]
     answers: list[tuple[int, int]]
 
 
 class Rendered(NamedTuple):
-    """A dialog as ``text``, with the ranges of the ``special`` tokens that the template wrote and of what it
+    """A dialog as ``text``, with the ranges of ``special`` tokens written by the template and of text that it
     marks as ``generated`` by the assistant."""
 
     text: str
@@ -45,12 +45,12 @@ class Rendered(NamedTuple):
     generated: list[tuple[int, int]]
 
     def named(self) -> list[tuple[str, int]]:
-        """Return the special tokens, each with its start."""
+        """Return the special tokens and their start positions."""
         return [(self.text[begin:end], begin) for begin, end in self.special]
 
 
 def further_keys(message: Message) -> list[str]:
-    """Return the non-empty keys of ``message`` besides its role and content."""
+    """Return the non-empty keys of ``message`` other than role and content."""
     return [key for key, value in message.items() if key not in ("role", "content") and value not in _EMPTY]
 
 
@@ -61,9 +61,9 @@ class ChatFormat(ABC):
     """Layout of a dialog for a model.
 
     Attributes:
-        name: Name of the format, or the file of a template.
-        stop_ids: Tokens that end an answer.
-        fingerprint: Identifies what the ids depend on besides the tokenizer.
+            name: Name of the format, or the path of a template file.
+            stop_ids: Tokens that end an answer.
+            fingerprint: Identifies everything besides the tokenizer that determines the ids.
     """
 
     name: str
@@ -80,17 +80,17 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        """Return the ids of the dialog, including BOS if the format has it.
+        """Return the ids of the dialog, with BOS if the format uses it.
 
-        ``generation_prompt`` appends the start of the answer to generate.
+        ``generation_prompt`` appends the header of the answer to generate.
 
         Raises:
-            DataError: The format does not support some message.
+                DataError: The format does not support a message.
         """
 
     @abstractmethod
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
-        """Return the ids of the dialog, as from ``encode`` without a generation prompt, with the answers.
+        """Return the ids of the dialog, as ``encode`` does without a generation prompt, and its answers.
 
         Raises:
             DataError: As in ``encode``, or answers cannot be located.
@@ -99,7 +99,8 @@ class ChatFormat(ABC):
     def unwritten(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Unwritten, ...]:
-        """Return what the dialog has but its ids do not represent: everything except roles and contents."""
+        """Return the parts of the dialog that its ids do not represent: everything except roles and
+        contents."""
         keys = ((index, key) for index, message in enumerate(messages) for key in further_keys(message))
         return (*([(None, "tools")] if tools else []), *keys)
 
@@ -134,7 +135,7 @@ def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
 
 
 def exchanges(messages: Sequence[Message], model: str) -> tuple[str | None, list[str], list[str]]:
-    """Return the system message, if there is one, the questions, and the answers; the last may be missing.
+    """Return the system message or None, the questions, and the answers; the last answer may be missing.
 
     Raises:
         DataError: ``model`` does not support these roles or their order.

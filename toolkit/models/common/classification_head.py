@@ -1,5 +1,9 @@
 """Sequence classification head, with its loss and the counts for validation metrics.
 
+It scores every token. The label of a sequence is at its last token, and other tokens are ignored, because a
+row may contain several documents, or only part of one (context parallelism). transformers pools the same
+token, the last non-padding one.
+
 It scores every token; the label of a sequence is at its last token, and other tokens are ignored, because a
 row may contain several documents, or a part of one (context parallelism). transformers pools the same token,
 the last one that is not padding.
@@ -19,7 +23,7 @@ from toolkit.models.common.lm_head import OutputHead, head_loss
 
 
 class ClassificationHead(OutputHead):
-    """Map hidden states to scores, through optional fully connected layers, each followed by SiLU."""
+    """Maps hidden states to scores, through optional fully connected layers, each followed by SiLU."""
 
     weight: nn.Parameter
     tensor_style = "classifier"
@@ -34,7 +38,7 @@ class ClassificationHead(OutputHead):
         self.logits = F.linear
         self.loss = head_loss
         self.training_losses = None
-        # (3, L): correct predictions, predictions and sequences per class, of this rank's tokens.
+        # (3, L): correct predictions, predictions and sequences per class, over this rank's tokens.
         self.counts: Tensor | None = None
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:

@@ -23,9 +23,9 @@ from toolkit.models.common.swiglu import swiglu
 class Decoder(nn.Module):
     """Decoder-only transformer that returns logits, or the loss if labels are passed.
 
-    A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks: its input
-    or output then is hidden states. A tied head has no weight: forward passes it the embedding's, so that
-    the two cannot diverge when parameters are moved or replaced.
+    A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks; its input
+    or output is then hidden states. A tied head has no weight of its own: forward passes the embedding's
+    weight to it, so the two cannot diverge when parameters are moved or replaced.
     """
 
     def __init__(self, args: ModelArgs, *, attention: str = "sdpa", loss_chunk_tokens: int = 2048):
@@ -33,7 +33,7 @@ class Decoder(nn.Module):
         self.args = args
         self.attention = attention_backend(attention, args.sliding_window)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        # Keyed by index, so that names stay the same when a pipeline stage drops blocks.
+        # Keyed by index, so that names do not change when a pipeline stage drops blocks.
         self.layers = nn.ModuleDict(
             {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
         )
@@ -53,20 +53,21 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Return logits (B, S, V), or (B, S, labels) of a classifier; with ``labels``, the loss in at least
-        fp32: the sum, or (T,) losses if the head's ``reduction`` is "none". Without a head, return hidden
-        states (B, S, D).
+        """Return logits (B, S, V), or (B, S, labels) for a classifier. With ``labels``, return the loss in at
+        least fp32: the sum, or (T,) losses if the head's ``reduction`` is "none". Without a head, return
+        hidden states (B, S, D).
 
         Args:
             tokens: (B, S) int64, or hidden states (B, S, D) if there is no embedding.
-            positions: (B, S); None is 0 … S−1.
-            documents: (B, S) ids; attention is causal within runs of equal ids. None is one document per row.
+                positions: (B, S); None means 0 … S−1.
+                documents: (B, S) ids; attention is causal within runs of equal ids. None means one document
+                    per row.
             labels: (B, S) int64, already shifted; −100 ignores a token.
         """
         h_BSD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=h_BSD.device)
-        if self.layers:  # a stage with only the embedding or the head needs no large mask
+        if self.layers:  # a stage with only the embedding or the head needs no mask, which is large
             rotations = rope_rotations(self.args, positions, h_BSD.dtype)
             mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
             for block in self.layers.values():
@@ -108,12 +109,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        # Replaces the call of the backend, which it uses: called with this module and the backend's
-        # arguments.
+        # Replaces the call of the backend; it is called with this module and the backend's arguments, and
+        # calls the backend itself.
         self.adapter: nn.Module | None = None
 
     def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
-        # The number of heads is inferred: under tensor parallelism each rank has a part of them.
+        # The number of heads is inferred, because under tensor parallelism each rank has only some of them.
         q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         return self.attend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
 
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
-        """Attend with rotated queries and keys, through the adapter if there is one. Returns (B, S, D)."""
+        """Attend with rotated queries and keys, through the adapter if any. Returns (B, S, D)."""
         heads = q_BSHE, k_BSKE, v_BSKE, mask
         out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
         return self.wo(out_BSHE.flatten(-2))

@@ -1,9 +1,9 @@
 """Conversion between Hugging Face's config.json and :class:`ModelArgs`. Imports no torch.
 
-transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes rope_parameters and
-dtype, but still reads the older format, so that is the one written here. Absent fields have the defaults of
-transformers' class; sizes are required. Fields that would change the computation are rejected, not ignored,
-except attention_dropout, which concerns only training and is reported by the preflight.
+transformers 4 writes rope_theta, rope_scaling and torch_dtype. transformers 5 writes rope_parameters and
+dtype, but still reads the older format, so the older format is written here. Absent fields have the defaults
+of transformers' class; sizes are required. Fields that would change the computation are rejected, not
+ignored, except attention_dropout, which affects only training and is reported by the preflight.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _MUST_BE_ONE = {
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Reader and writer of a family's config.json: its names, and the defaults of absent fields.
+    """Reader and writer of a family's config.json, with its names and the defaults of absent fields.
 
     Attributes:
         display_name: the family in messages, such as "a Llama".
-        head_dim: default; None is ``hidden_size / num_attention_heads``.
-        n_kv_heads: default; None here, or null in the file, is ``num_attention_heads``.
-        sliding_window: default (null in the file means no window); None is a family without windows.
+            head_dim: default; None means ``hidden_size / num_attention_heads``.
+            n_kv_heads: default; None here, or null in the file, means ``num_attention_heads``.
+            sliding_window: default (null in the file means no window); None if the family has no windows.
         extra: additional fields to write.
     """
 
@@ -77,7 +77,7 @@ class HFConfig:
         """Read the model args from the ``values`` of the config.json at ``path``.
 
         Raises:
-            DataError: it is of another family, or of an unsupported model; every invalid field is reported.
+                DataError: another family, or an unsupported model; every invalid field is reported.
         """
         fields = Fields(values)
         self._reject_other_models(fields)
@@ -124,7 +124,7 @@ class HFConfig:
     def write(
         self, args: ModelArgs, *, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
     ) -> dict[str, Any]:
-        """Build the config.json of a model with weights of ``dtype``, as transformers 4 and 5 read it."""
+        """Build the config.json of a model with weights of ``dtype``, readable by transformers 4 and 5."""
         scaling, classifier = args.rope_scaling, args.classifier
         fields: dict[str, Any] = {
             "architectures": [self.classifier if classifier else self.architecture],
@@ -164,7 +164,7 @@ class HFConfig:
                 "id2label": {str(index): label for index, label in labels.items()},
                 "label2id": {label: index for index, label in labels.items()},
                 "problem_type": _ONE_LABEL,
-                # transformers rejects batches of several texts for a model without one.
+                # Without a padding token, transformers rejects batches of several texts.
                 "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
             }
         if self.sliding_window:
@@ -173,7 +173,7 @@ class HFConfig:
 
     @property
     def classifier(self) -> str:
-        """transformers' class with a classification head."""
+        """transformers' model class with a classification head."""
         return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     def _window(self, fields: Fields, values: Mapping[str, Any]) -> int | None:
@@ -211,7 +211,7 @@ class HFConfig:
             if values.get(key, False) is not False:
                 fields.reject(key, f"must be false: {why.format(it=self.display_name)}")
         for key, why in _MUST_BE_ABSENT.items():
-            # use_sliding_window = false, which may be the default, disables sliding_window.
+            # use_sliding_window = false, possibly by default, disables sliding_window.
             used = values.get("use_sliding_window", self.extra.get("use_sliding_window"))
             allowed = key == "sliding_window" and (self.sliding_window or used is False)
             if key in values and not allowed:
@@ -221,7 +221,7 @@ class HFConfig:
                 fields.reject(key, f"must be 1: {why.format(it=self.display_name)}")
 
     def _rope(self, fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
-        """Read theta and the scaling from either format, with the precedence of transformers 5."""
+        """Read theta and the scaling from either format, with transformers 5's precedence."""
         rope = fields.inner("rope_scaling") or fields.inner("rope_parameters")
         theta = fields.positive("rope_theta", 10000.0)
         if rope is None:

@@ -22,7 +22,6 @@ class Hub:
     gated: bool = False
 
     def published_name(self, text: str) -> str | None:
-        """Return the repository that matches an id or the last component of a path, ignoring case, or
-        None."""
+        """Return the repository named by an id or by the last component of a path, ignoring case, or None."""
         stem = os.path.basename(text.rstrip("/")).lower()
         return next((name for name in self.published if name.lower() == stem), None)

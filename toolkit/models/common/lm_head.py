@@ -17,7 +17,7 @@ from toolkit.models.common.args import ModelArgs
 
 
 class OutputHead(nn.Module):
-    """Map hidden states to logits, or directly to the loss, so that a sharded head is gathered once.
+    """Maps hidden states to logits, or directly to the loss, so that a sharded head is gathered only once.
 
     Attributes:
         reduction: reduction of the token losses as in torch: "sum" (a scalar) or "none" (T,).

@@ -13,7 +13,7 @@ from toolkit.errors import ConfigError
 from toolkit.loss import IGNORED_LABEL
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Function of logits (T, V) and labels (T,) that returns the loss of each token (T,), 0 where the label is
+"""Function of logits (T, V) and labels (T,) that returns per-token losses (T,), 0 where the label is
 −100."""
 
 
@@ -30,7 +30,7 @@ def training_losses(config: Config) -> TokenLosses | None:
 
 
 def _with_checks(losses: TokenLosses, config: Config) -> TokenLosses:
-    """Wrap a user's ``losses``: anything but one loss per token is an error."""
+    """Wrap a user's ``losses`` so that any result other than one loss per token raises an error."""
     from toolkit.config.custom_import import component_error
 
     def wrong(rule: str) -> ConfigError:

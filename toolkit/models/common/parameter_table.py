@@ -1,6 +1,6 @@
 """The parameter table of a model: one row per parameter and buffer. Imports no torch.
 
-The rows are the only description of a block's structure: shapes, initialization, tensor parallelism, FSDP
+The rows are the only description of a block's structure. Shapes, initialization, tensor parallelism, FSDP
 units, names in files, adapters, FLOPs and the planner all derive from them.
 """
 
@@ -17,12 +17,12 @@ from toolkit.models.common.args import ModelArgs
 
 EMBEDDING, NORM, HEAD = "tok_embeddings.weight", "norm.weight", "output.weight"
 INPUT = ""
-"""Name of a block's input hidden states in ``reads``."""
+"""Name in ``reads`` for a block's input hidden states."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """A normal distribution, truncated at ``cut`` standard deviations; ``std`` 0 is a constant."""
+    """A normal distribution truncated at ``cut`` standard deviations; ``std`` 0 is a constant."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -36,23 +36,23 @@ ONES = Init(mean=1.0)
 class ParameterRow:
     """A parameter or a buffer.
 
-    Within a block, ``name``, ``hf`` and ``reads`` are relative to it.
+    Within a block, ``name``, ``hf`` and ``reads`` are relative to the block.
 
     Attributes:
-        name: such as attention.wq.weight, or layers.0.attention.wq.weight in a table.
-        shape: shape of the full tensor.
-        init: distribution of the initial values.
-        hf: name in Hugging Face checkpoints.
-        tensor_parallel: tensor-parallel style of its module, a key of
-            :data:`toolkit.parallel.tensor_parallel.STYLES`; None leaves it to the parent module.
-        linear: weight of a linear layer to which LoRA, float8, NF4 and Muon may apply.
-        rotary: head dim, if Hugging Face stores the rows of each head in another order
-            (:func:`hf_row_order`); 0 is the same order.
-        reads: modules whose outputs its module reads, :data:`INPUT` for the block's input; None is everything
-            before it. Decides where backward ends when a part of the model is frozen.
-        buffer: a persistent buffer, equal on all ranks: saved, exported and never trained.
-        unit: modules of its FSDP unit, all-gathered together; None is the block, and () the root.
-        part: part of the model it belongs to.
+            name: such as attention.wq.weight, or layers.0.attention.wq.weight in a table.
+            shape: shape of the full tensor.
+            init: distribution of the initial values.
+            hf: name in Hugging Face checkpoints.
+            tensor_parallel: tensor-parallel style of its module, a key of
+                :data:`toolkit.parallel.tensor_parallel.STYLES`; None leaves it to the parent module.
+            linear: weight of a linear layer, to which LoRA, float8, NF4 and Muon may apply.
+            rotary: head dim, if Hugging Face stores the rows of each head in another order
+                (:func:`hf_row_order`); 0 if the order is the same.
+            reads: modules whose outputs its module reads, or :data:`INPUT` for the block's input; None means
+                everything before it. Decides where backward ends if part of the model is frozen.
+            buffer: a persistent buffer, equal on all ranks: saved, exported and never trained.
+            unit: modules of its FSDP unit, all-gathered together; None is the block, and () the root.
+            part: part of the model that it belongs to.
         block: index of the block.
     """
 
@@ -71,7 +71,7 @@ class ParameterRow:
 
     @property
     def module(self) -> str:
-        """Name of the module that owns it."""
+        """Name of the module that owns the parameter."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -129,11 +129,11 @@ def dense_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
 
 
 def decoder_rows(args: ModelArgs, blocks: Iterable[Sequence[ParameterRow]]) -> list[ParameterRow]:
-    """Return the rows of a decoder with ``blocks``, in the order of its parameters, without a tied head.
+    """Return the rows of a decoder with ``blocks``, in parameter order, without a tied head.
 
     A tied embedding cannot start with torchtitan's standard deviation of 1: each token would predict itself
-    with a logit of D. It starts with 0.02, as tied models do, and stays in FSDP's root, since both ends of
-    the forward read it.
+    with a logit of D. It starts with 0.02, as is usual for tied models. It stays in FSDP's root unit, because
+    it is read at both ends of the forward.
     """
     tied = args.tie_embeddings
     embedding = ParameterRow(
@@ -156,10 +156,10 @@ def decoder_rows(args: ModelArgs, blocks: Iterable[Sequence[ParameterRow]]) -> l
 
 
 def head_rows(args: ModelArgs) -> list[ParameterRow]:
-    """Return the rows of the LM head (also of a tied one) or of the classification head.
+    """Return the rows of the LM head, even if it is tied, or of the classification head.
 
     Logits start with a variance of about one, so that the loss starts near ln V. A classifier's scores start
-    as in transformers; its hidden layers keep the scale of their input.
+    as in transformers; its hidden layers preserve the scale of their input.
     """
     if args.classifier is None:
         init = Init(std=args.dim**-0.5, cut=3.0)
@@ -175,7 +175,7 @@ def head_rows(args: ModelArgs) -> list[ParameterRow]:
 
 
 class ParameterTable(Mapping[str, ParameterRow]):
-    """Rows of a model by name, in the order of its parameters."""
+    """Rows of a model by name, in parameter order."""
 
     def __init__(self, args: ModelArgs, rows: Iterable[ParameterRow]):
         self._rows = {row.name: row for row in rows}
@@ -200,7 +200,7 @@ class ParameterTable(Mapping[str, ParameterRow]):
 
     @cached_property
     def linear(self) -> dict[str, tuple[int, ...]]:
-        """Shapes (N, K) of the weights of linear layers by the layers' names."""
+        """Shapes (N, K) of the weights of linear layers, by layer name."""
         return {row.module: row.shape for row in self.values() if row.linear}
 
     @property
@@ -224,13 +224,14 @@ class ParameterTable(Mapping[str, ParameterRow]):
         return list(dict.fromkeys(row.unit for row in self.values() if row.unit))
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return tensor-parallel styles by module. The parent of column-wise layers gathers their input."""
+        """Return the tensor-parallel style of each module. The parent of column-wise layers gathers their
+        input."""
         plan = {row.module: row.tensor_parallel for row in self._all if row.tensor_parallel}
         above = (module.rpartition(".")[0] for module, style in plan.items() if style == "column")
         return plan | dict.fromkeys(above, "gather")
 
     def to_hf(self, name: str) -> str:
-        """Return the Hugging Face name of ``name``, also of a tied head.
+        """Return the Hugging Face name of ``name``, which may be that of a tied head.
 
         Raises:
             KeyError: the model has no such parameter.
@@ -241,8 +242,8 @@ class ParameterTable(Mapping[str, ParameterRow]):
         """Return our name of the Hugging Face tensor ``name``; None for rotary frequencies, which are
         computed.
 
-        An unknown name gets a suffix, so that it is reported as unexpected even if it equals one of ours (as
-        norm.weight of a model saved without its head does).
+        An unknown name gets a suffix, so that it is reported as unexpected even if it equals one of our names
+        (as norm.weight does in a model saved without its head).
         """
         if name.endswith("rotary_emb.inv_freq"):
             return None
@@ -250,12 +251,11 @@ class ParameterTable(Mapping[str, ParameterRow]):
 
 
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:
-    """Return, for each of Hugging Face's ``rows`` of q_proj or k_proj, the index of our row with the same
-    values.
+    """Return, for each of Hugging Face's ``rows`` of q_proj or k_proj, the index of the equal row of ours.
 
-    RoPE rotates pairs of rows of a head. Meta's (and our) pairs are adjacent, 2p and 2p + 1; Hugging Face's
-    are half a head apart, p and p + E/2, with E the head dim. Only the weights, biases and norms of queries
-    and keys are permuted.
+    RoPE rotates pairs of rows of a head. Meta's pairs, and ours, are adjacent, 2p and 2p + 1; Hugging Face's
+    are half a head apart, p and p + E/2, where E is the head dim. Only the weights, biases and norms of
+    queries and keys are permuted.
     """
     half = head_dim // 2
     return [row - row % head_dim + row % head_dim % half * 2 + row % head_dim // half for row in rows]

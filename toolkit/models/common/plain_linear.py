@@ -1,4 +1,4 @@
-"""Check of linear layers that are replaced by other classes."""
+"""Check linear layers before another class replaces them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from toolkit.errors import ConfigError, Problem
 
 
 def check_plain(name: str, layer: nn.Module, *, key: str, value: object, without: str) -> None:
-    """Check that the ``layer`` named ``name`` is a plain torch.nn.Linear before ``key`` = ``value`` replaces
-    it.
+    """Check that ``layer`` (``name``) is a plain torch.nn.Linear before ``key`` = ``value`` replaces it.
 
-    ``without`` is the fix that avoids the replacement.
+    ``without`` is a fix that avoids the replacement.
 
     Raises:
-        ConfigError: it is of another class, whose forward would be lost.
+        ConfigError: it has another class, whose forward would be lost.
     """
     if type(layer) is not nn.Linear:
         rule = f"{name} is a {type(layer).__name__}, and only a plain torch.nn.Linear can be replaced"

@@ -8,7 +8,7 @@ from toolkit.cpu import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm of the last dimension, by pieces where a CPU computes it faster so."""
+    """torch's RMSNorm over the last dimension, computed in chunks where that is faster on CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         if rms_norm.takes(x):

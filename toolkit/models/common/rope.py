@@ -16,7 +16,8 @@ from toolkit.models.common.args import ModelArgs, RopeScaling
 
 
 def rope_frequencies(args: ModelArgs, device: torch.device | None = None) -> Tensor:
-    """Return the frequency of each pair in radians per position: (P,) fp64, scaled as in Llama 3.1 if set."""
+    """Return the frequency of each pair in radians per position, (P,) fp64, with Llama 3.1's scaling if
+    set."""
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim
     frequencies = args.rope_theta**-exponents
     return frequencies if args.rope_scaling is None else _scale(frequencies, args.rope_scaling)
@@ -33,9 +34,9 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rope_rotations(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Return cos and sin of position·frequency for ``positions`` (S,) or (B, S): (… S, 1, P, 2).
 
-    fp32, or fp64 if ``dtype`` is. Angles are computed in fp64: in fp32 they would be 0.008 radians off at
-    position 131,071. Recomputing them in each forward costs less than one norm, and avoids a buffer that can
-    be lost on the meta device or cast with the model, and a limit on positions.
+    The dtype is fp64 if ``dtype`` is, else fp32. Angles are computed in fp64: in fp32 they would be 0.008
+    radians off at position 131,071. Recomputing them in each forward costs less than one norm. It avoids a
+    limit on positions, and a buffer that could be lost on the meta device or cast with the model.
     """
     angles = positions.to(torch.float64)[..., None] * rope_frequencies(args, positions.device)
     precision = torch.promote_types(dtype, torch.float32)
@@ -43,7 +44,7 @@ def rope_rotations(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Te
 
 
 def rotate(x_BSHE: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate adjacent pairs of elements; the dtype is kept.
+    """Rotate adjacent pairs of elements, preserving the dtype.
 
     On CPU in eager mode, complex multiplication is faster than separate cosines and sines; inductor generates
     no code for complex dtypes.

@@ -1,6 +1,6 @@
 """The interface of a model family. Imports no torch.
 
-Attributes hold what every run needs; methods import on demand what only some runs need.
+Attributes are what every run needs; methods import on demand what only some runs need.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
 CONFIG = "config.json"
-"""File with the architecture, next to weights in the Hugging Face format."""
+"""File that describes the architecture, next to weights in the Hugging Face format."""
 PARAMS = "params.json"
-"""File with the architecture, next to weights in Meta's format (consolidated.00.pth and so on)."""
+"""File that describes the architecture, next to weights in Meta's format (consolidated.00.pth and so on)."""
 
 
 class MetaParams(Protocol):
@@ -45,9 +45,10 @@ class ModelSpec(ABC):
     """A model family: its presets, file formats, Hub repositories, tokenizers and chat formats.
 
     Attributes:
-        sizes: model args by ``model.name`` and ``model.flavor``. Of equal presets, messages name the first.
-        ffn_rule: returns, for a name and a flavor, the function from ``model.dim`` to the feed-forward width;
-            None keeps the width of the preset.
+            sizes: model args by ``model.name`` and ``model.flavor``. If presets are equal, messages name the
+                first.
+            ffn_rule: maps a name and a flavor to the function from ``model.dim`` to the feed-forward width;
+                None keeps the preset's width.
     """
 
     sizes: Mapping[str, Mapping[str, ModelArgs]]
@@ -58,12 +59,12 @@ class ModelSpec(ABC):
         """Return the reader and writer of Hugging Face's config.json."""
 
     def decoder(self) -> type | None:
-        """Return a subclass of :class:`~toolkit.models.common.decoder.Decoder` with the parameters and
-        buffers of :meth:`rows`; None uses Decoder itself."""
+        """Return a subclass of :class:`~toolkit.models.common.decoder.Decoder` whose parameters and buffers
+        are :meth:`rows`; None means Decoder itself."""
         return None
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        """Return the rows of block ``layer``, in the order of its module's parameters."""
+        """Return the rows of block ``layer``, in the parameter order of its module."""
         return dense_block(args, layer)
 
     def rows(self, args: ModelArgs) -> Sequence[ParameterRow]:
@@ -71,7 +72,7 @@ class ModelSpec(ABC):
         return decoder_rows(args, (self.block(args, layer) for layer in range(args.n_layers)))
 
     def meta_params(self) -> MetaParams | None:
-        """Return the reader and writer of params.json; None if the family has no format of Meta's."""
+        """Return the reader and writer of params.json; None if the family has no Meta format."""
         return None
 
     def tiktoken_forms(self) -> Sequence[TiktokenForm]:
@@ -79,7 +80,7 @@ class ModelSpec(ABC):
         return ()
 
     def chat_formats(self) -> Mapping[str, type[ChatFormat]]:
-        """Return chat formats by name, in addition to the chat templates of tokenizers."""
+        """Return chat formats by name; they supplement the chat templates of tokenizers."""
         return {}
 
     def metric_names(self, args: ModelArgs) -> Sequence[str]:

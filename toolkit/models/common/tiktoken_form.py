@@ -6,20 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_N_CL100K_RANKS = 100_256  # GPT-4's: it could be mistaken for a trained file, but has other special tokens
+_N_CL100K_RANKS = 100_256  # GPT-4's, which resembles a trained file but has other special tokens
 
 
 @dataclass(frozen=True)
 class TiktokenForm:
-    """The settings that a tiktoken file of ``n_ranks`` ranks does not contain.
+    """Settings that a tiktoken file of ``n_ranks`` ranks does not contain.
 
     Attributes:
         display_name: name of the models in messages.
-        pattern: regular expression that splits text into words before bytes are merged.
+        pattern: pre-tokenization regex, which splits text before BPE merges.
         n_special: number of special tokens after the ranks.
-        special_tokens: returns their names in the order of ids, given the folder of the model files; None is
-            a tokenizer of no published model.
-        trained: llama-toolkit train-tokenizer writes files in this format, with fewer ranks.
+        special_tokens: function from the model folder to the special tokens in id order; None for a tokenizer
+            of no published model.
+        trained: ``llama-toolkit train-tokenizer`` writes files in this format, with fewer ranks.
     """
 
     display_name: str

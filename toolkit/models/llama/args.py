@@ -1,7 +1,7 @@
 """Presets of the published Llama models by ``model.name`` and ``model.flavor``. Imports no torch.
 
-``llama3`` is torchtitan's: RoPE scaled by 8 at every size. The other names are Meta's releases. Each has a
-``debugmodel`` of a few million parameters that trains on a laptop.
+``llama3`` is torchtitan's: RoPE is scaled by 8 at every size. The other names are Meta's releases. Each name
+has a ``debugmodel`` of a few million parameters that trains on a laptop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from toolkit.models.common.args import ModelArgs, RopeScaling, vocab_from_tokeni
 
 
 def meta_ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
-    """Return the feed-forward width by Meta's rule: 2/3 of 4·dim, times the multiplier, rounded up to the
-    multiple.
+    """Return the feed-forward width by Meta's rule: 2/3 of 4·dim, times ``multiplier``, rounded up to a
+    multiple of ``multiple_of``.
 
     Raises:
         OverflowError: the width is infinite.
@@ -65,7 +65,7 @@ class _Release:
         )
 
 
-# Vocabulary size of a debug model without a tokenizer, as in torchtitan.
+# Default vocabulary size of a debug model without a tokenizer, as in torchtitan.
 _DEBUG_VOCAB = 2048
 _DEBUG = _Size(256, 6, 16, 16)
 _8B = _Size(4096, 32, 32, 8, 1.3, 1024)
@@ -100,7 +100,7 @@ _RELEASES = {
     "llama3.3": _Release({"debugmodel": _DEBUG, "70B": _70B}, rope_scaling=RopeScaling(8.0)),
     "llama3": _Release(
         {
-            # torchtitan names the attention backend in the flavor; the sizes are the same.
+            # torchtitan puts the attention backend into the flavor's name; the sizes are the same.
             "debugmodel": _DEBUG,
             "debugmodel_flex_attn": _DEBUG,
             "debugmodel_varlen_attn": _DEBUG,
@@ -121,6 +121,5 @@ PRESETS: dict[str, dict[str, ModelArgs]] = {
 
 
 def ffn_rule(name: str, flavor: str) -> Callable[[int], int]:
-    """Return the function from ``dim`` to the feed-forward width with the preset's multiplier and
-    multiple."""
+    """Return the function from ``dim`` to feed-forward width, with the preset's multiplier and multiple."""
     return _RELEASES[name].sizes[flavor].ffn_dim

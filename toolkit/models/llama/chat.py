@@ -19,11 +19,11 @@ _ROLES_LLAMA3 = ("system", "user", "assistant", "ipython")
 
 
 class Llama3Format(ChatFormat):
-    """Llama 3's format: each message after a header with its role, ended by <|eot_id|> (Meta's
+    """Llama 3's format: a header with the role before each message, <|eot_id|> after it (Meta's
     ``ChatFormat``).
 
-    No system message is added. The chat templates of Llama 3.1 and later add one with the date; a tokenizer
-    folder with such a template uses that instead.
+    No system message is added. The chat templates of Llama 3.1 and later add one with the date; if a
+    tokenizer folder has such a template, the template is used instead.
     """
 
     name = fingerprint = "llama3"
@@ -62,9 +62,9 @@ class Llama3Format(ChatFormat):
 class Llama2Format(ChatFormat):
     """Llama 2's format: ``[INST] question [/INST] answer`` between BOS and EOS (Meta's ``chat_completion``).
 
-    A system message is part of the first question, between <<SYS>> marks. The marks and [INST] are plain text
-    to the tokenizer, so a message that contains them cannot be distinguished. There is no generation prompt:
-    an answer follows the end of the question.
+    A system message is part of the first question, between <<SYS>> marks. The tokenizer treats the marks and
+    [INST] as plain text, so they cannot be distinguished from the same text in a message. There is no
+    generation prompt: an answer directly follows the question.
     """
 
     name = fingerprint = "llama2"
@@ -89,7 +89,7 @@ class Llama2Format(ChatFormat):
         questions = [f"[INST] {content.strip()} [/INST]" for content in questions]
         encode, turns = self._tokenizer.encode, Turns([], [])
         for question, answer in zip(questions, answers, strict=False):
-            # No token of a SentencePiece model spans a space and the text before it.
+            # No token of a SentencePiece model combines a space with the text before it.
             begin = len(turns.ids) + len(encode(question, bos=True))
             turns.ids.extend(encode(f"{question} {answer.strip()} ", bos=True, eos=True))
             turns.answers.append((begin, len(turns.ids)))

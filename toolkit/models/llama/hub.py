@@ -25,7 +25,7 @@ _ONLY_INSTRUCT = "Llama-3.3-70B"
 
 
 def _instruct(name: str) -> str:
-    """Return the name of the instruction-tuned variant."""
+    """Return the repository name of the instruction-tuned variant."""
     return name.replace("-hf", "-chat-hf") if name.endswith("-hf") else f"{name}-Instruct"
 
 
@@ -40,7 +40,7 @@ _WRONG_NAMES = {
     "llama-3-3b": "Llama-3.2-3B",
     "llama-3.3-70b": "Llama-3.3-70B",
 }
-"""Names in common use for repositories that are named otherwise."""
+"""Common aliases of repository names."""
 
 _LOOKS_PUBLISHED = re.compile(r"(meta-)?llama-\d", re.IGNORECASE)
 

@@ -1,11 +1,11 @@
 """Conversion between Meta's params.json and :class:`ModelArgs`. Imports no torch.
 
-The file omits much. The defaults are those of Meta's code and releases: the feed-forward width is computed
-from dim, a multiplier and a multiple; vocab_size −1 is the tokenizer's; scaled RoPE ("use_scaled_rope") has
-factor 8 and embeddings are not tied, except for the two small models of Llama 3.2 (recognized by their
-sizes), which are tied and have factor 32; contexts are 4096 (Llama 2), 8192 (Llama 3) and 131072 (scaled).
-Other programs write these explicitly (hidden_dim, tied_embeddings, max_seq_len, …). Such fields are read, and
-written only where Meta's rules would give another value, because Meta's programs reject unknown fields.
+The file omits much; the defaults are those of Meta's code and releases. The feed-forward width is computed
+from dim, a multiplier and a multiple. vocab_size −1 means the tokenizer's. Scaled RoPE ("use_scaled_rope")
+has factor 8, and embeddings are not tied; but the two small models of Llama 3.2, recognized by their sizes,
+have factor 32 and tied embeddings. Contexts are 4096 (Llama 2), 8192 (Llama 3) and 131072 (scaled). Other
+programs write these fields explicitly (hidden_dim, tied_embeddings, max_seq_len, …). Such fields are read,
+but written only where Meta's rules would give another value, because Meta's programs reject unknown fields.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LONG = 131072
 def read_args(folder: Path, *, vocab_size: int) -> ModelArgs:
     """Read the model args from params.json in ``folder``.
 
-    ``vocab_size`` is that of the embedding, for a file that leaves it to the tokenizer (−1, or absent).
+    ``vocab_size`` is the embedding's, for a file that leaves it to the tokenizer (−1 or absent).
 
     Raises:
-        DataError: the file is missing, or of another model; every invalid field is reported.
+            DataError: the file is missing, or describes another model; every invalid field is reported.
     """
     path = folder / PARAMS
     values = read_object(path)
@@ -81,8 +81,8 @@ def read_args(folder: Path, *, vocab_size: int) -> ModelArgs:
 
 
 def params_json(args: ModelArgs) -> dict[str, Any]:
-    """Build the params.json of a model. Meta's programs can read it, unless the model needs another program's
-    field."""
+    """Build the params.json of a model. Meta's programs can read it, unless the model needs a field that only
+    other programs use."""
     released = _as_released(args, scaled=args.rope_scaling is not None)
     multiplier, multiple = _ffn_rule(args.dim, args.ffn_dim)
     params: dict[str, Any] = {
@@ -117,7 +117,7 @@ def params_json(args: ModelArgs) -> dict[str, Any]:
 
 
 def _as_released(args: ModelArgs, *, scaled: bool) -> ModelArgs:
-    """Return ``args`` with the fields that the file omits as in Meta's releases of these sizes."""
+    """Return ``args`` with the fields that the file omits set as in Meta's releases of these sizes."""
     small = scaled and any(
         all(getattr(args, size) == getattr(release, size) for size in _SIZES) for release in _TIED_RELEASES
     )
@@ -164,11 +164,11 @@ def _ffn_dim(fields: Fields, dim: int) -> int:
 
 
 def _ffn_rule(dim: int, ffn_dim: int) -> tuple[float | None, int]:
-    """Return a multiplier and a multiple that give ``ffn_dim`` by Meta's rule, those of a release if
+    """Return a multiplier and a multiple that give ``ffn_dim`` by Meta's rule, a release's values if
     possible."""
     for multiple in (256, 1024, 4096):
         for multiplier in (None, 1.3, 1.2, 1.5):
             if meta_ffn_dim(dim, multiplier or 1.0, multiple) == ffn_dim:
                 return multiplier, multiple
-    # Half a unit above the width: rounding down gives the width despite the division's rounding error.
+    # Half a unit above the width, so that rounding down gives the width despite the division's error.
     return (ffn_dim + 0.5) / int(8 * dim / 3), 1

@@ -1,4 +1,5 @@
-"""Split patterns and special tokens of Llama 3 and 4, which their tiktoken files omit. Imports no torch.
+"""Pre-tokenization regexes and special tokens of Llama 3 and 4, missing from their tiktoken files. Imports no
+torch.
 
 The ids of the special tokens are the same in all Llama 3 releases; the names differ.
 """
@@ -24,8 +25,7 @@ _N_LLAMA3, _N_LLAMA4 = 256, 2048
 
 
 def llama3_names(*, older: bool = False) -> list[str]:
-    """Return the 256 special tokens of Llama 3 in the order of ids: of 3.0 (``older``), or of 3.1 and
-    later."""
+    """Return the 256 special tokens of Llama 3.0 (``older``) or of Llama 3.1 and later, in id order."""
     names: list[str | None] = [None] * _N_LLAMA3
     names[0], names[1] = "<|begin_of_text|>", "<|end_of_text|>"
     names[6], names[7], names[9] = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
@@ -36,7 +36,7 @@ def llama3_names(*, older: bool = False) -> list[str]:
 
 
 def _llama4_names(count: int) -> list[str]:
-    """Return the ``count`` special tokens of Llama 4 in the order of ids."""
+    """Return the ``count`` special tokens of Llama 4, in id order."""
 
     def reserved(part: str, first: int, last: int) -> list[str]:
         return [f"{part}reserved_special_token_{index}" for index in range(first, last + 1)]

@@ -22,7 +22,7 @@ _DEBUG = replace(_7B, dim=256, n_layers=6, n_heads=8, n_kv_heads=2, ffn_dim=768,
 
 PRESETS = {
     "mistral0.1": {
-        # A window shorter than a debug sequence.
+        # The window is shorter than a debug sequence.
         "debugmodel": replace(_DEBUG, rope_theta=1e4, sliding_window=16),
         "7B": replace(_7B, rope_theta=1e4, sliding_window=4096),
     },

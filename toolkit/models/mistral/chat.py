@@ -13,15 +13,15 @@ _MARKS = ("[INST]", "[/INST]")
 class MistralFormat(ChatFormat):
     """Mistral's format: one BOS, an EOS after each answer, and the marks of the release's chat template:
 
-    * 0.1 and 0.2: ``<s> [INST] question [/INST] answer</s> [INST] …``, with [INST] as plain text, which
-      cannot be distinguished from a message's; the system message and an empty line precede the first
+    * 0.1 and 0.2: ``<s> [INST] question [/INST] answer</s> [INST] …``. [INST] is plain text, which cannot be
+      distinguished from the same text in a message. The system message and an empty line precede the first
       question;
-    * 0.3: ``<s>[INST] question[/INST] answer</s>[INST] …`` with special tokens as marks; the system message
-      precedes the last question;
-    * Nemo: as 0.3, without spaces.
+    * 0.3: ``<s>[INST] question[/INST] answer</s>[INST] …``. The marks are special tokens, and the system
+      message precedes the last question;
+    * Nemo: like 0.3, without spaces.
 
-    The special tokens and the spaces of the tokenizer determine the release. There is no generation prompt:
-    an answer follows the end of the question.
+    The tokenizer's special tokens and spaces determine the release. There is no generation prompt: an answer
+    directly follows the question.
     """
 
     name = fingerprint = "mistral"
@@ -60,13 +60,13 @@ class MistralFormat(ChatFormat):
         return turns
 
     def _exchange(self, question: str, answer: str | None, after: int) -> tuple[int, list[int]]:
-        """Return the number of ids of a question, and the ids of it and of its answer, if any, after the
-        token ``after``."""
+        """Return the number of ids of the question, and the ids of the question and of the answer, if any,
+        following the token ``after``."""
         encode, space = self._tokenizer.encode_after, self._space
         if self._marks is None:
             text = f"{space}[INST] {question} [/INST]"
             ids = encode(after, text if answer is None else f"{text} {answer}")
-            # No token of a SentencePiece model spans a space and the text before it.
+            # No token of a SentencePiece model combines a space with the text before it.
             prompt = len(encode(after, text))
         else:
             begin, end = self._marks

@@ -80,18 +80,18 @@ FILES: dict[str, tuple[str, ...]] = {
         "checkpoint.push_to_hub",
     ),
 }
-"""File → prefixes of its keys, none if it applies to every run. In the order in which problems are reported:
-what was asked for, what it is, where it runs, what it reads."""
+"""File → prefixes of its keys; empty if it applies to every run. The order is that of reported problems: the
+requested options, the model, the hardware, the data."""
 
 
 OFF = {"activation_checkpoint.mode": "none", "model.flavor": "debugmodel"}
-"""Values other than the default that need no rules."""
+"""Values other than the default that no rule needs to check."""
 ON_GPU = ("attention",)
-"""Files for every run on a GPU, where "auto" selects options that a CPU does not have."""
+"""Files for every run on a GPU, where "auto" selects options that do not exist on a CPU."""
 
 
 def load(config: Config, device: str) -> list[ModuleType]:
-    """Import the files of rules that apply to ``config`` on a ``device``, "cuda" or "cpu"."""
+    """Import the rule files that apply to ``config`` on ``device``, "cuda" or "cpu"."""
     groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
     changed = [group for group in groups if config.knows(group) and config.value(group)]
     changed += [field.key for field in fields() if NAME not in field.key and _differs(config, field)]

@@ -1,4 +1,4 @@
-"""Rules for optimizer moments in 8 bits."""
+"""Rules for 8-bit optimizer moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _trained(run: PlannedRun) -> Shapes:
-    """Return the shapes of the parameters that AdamW8bit updates; none with another optimizer."""
+    """Return the shapes of the parameters updated by AdamW8bit; empty for another optimizer."""
     if run.config.optimizer.name != "AdamW8bit" or run.model is None:
         return {}
     shapes = all_shapes(run.model, run.config.finetune)
@@ -23,7 +23,7 @@ def _trained(run: PlannedRun) -> Shapes:
 
 @rule()
 def some_moments_have_8_bits(run: PlannedRun) -> list[Problem]:
-    """Check that some trained matrix consists of whole blocks."""
+    """Check that at least one trained matrix consists of whole blocks."""
     shapes = _trained(run)
     if not shapes or any(map(in_8bit, shapes.values())):
         return []
@@ -33,7 +33,7 @@ def some_moments_have_8_bits(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def shards_of_rows_are_blocks(run: PlannedRun) -> list[Problem]:
-    """Check that tensor parallelism splits rows, those of wo, w2 and their LoRA inputs, into whole blocks."""
+    """Check that tensor parallelism splits the rows of wo, w2 and their LoRA inputs into whole blocks."""
     tp = run.config.parallelism.tensor_parallel_degree
     rows = {
         name: shape[1]
@@ -54,7 +54,7 @@ def shards_of_rows_are_blocks(run: PlannedRun) -> list[Problem]:
 
 @note
 def moments_notes(run: PlannedRun) -> list[str]:
-    """Note the number of moments in 8 bits and the memory of all moments."""
+    """Note the number of 8-bit moments and the memory of all moments."""
     sizes = {name: (in_8bit(shape), math.prod(shape)) for name, shape in _trained(run).items()}
     if not sizes:
         return []

@@ -23,7 +23,7 @@ def _chooser(run: PlannedRun) -> str:
 
 
 def active_window(run: PlannedRun) -> int | None:
-    """Return the model's sliding window, if a sequence of the run is longer."""
+    """Return the model's sliding window, if the run's sequences are longer."""
     validation = ["validation.seq_len"] if run.config.validation.enable else []
     longest = max(run.config.value(key) for key in ["training.seq_len", *validation])
     window = run.model.sliding_window if run.model else None
@@ -43,7 +43,8 @@ def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
-    """Check that documents are masked: flash supports no mask, varlen is the same kernel with boundaries."""
+    """Check that documents can be masked: flash supports no mask; varlen is the same kernel with
+    boundaries."""
     if run.hardware.device == "cpu" or run.attention != "flash" or not run.config.data.document_mask:
         return []
     return [
@@ -57,7 +58,7 @@ def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
-    """Check that Triton kernels, of FlexAttention and inductor on GPUs, can be compiled."""
+    """Check that Triton can compile the kernels of FlexAttention and inductor on GPUs."""
     compiling = run.config.compile
     users = {
         "compile.enable": compiling.enable and compiling.backend == "inductor",
@@ -74,7 +75,7 @@ def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def attention_takes_window(run: PlannedRun) -> list[Problem]:
-    """Check that a sliding window is supported: flash has none, varlen is the same kernel with one."""
+    """Check that a sliding window is supported: flash has none; varlen is the same kernel with one."""
     window = active_window(run)
     if run.hardware.device == "cpu" or run.attention != "flash" or window is None:
         return []
@@ -117,7 +118,7 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
 
 @note
 def attention_notes(run: PlannedRun) -> list[str]:
-    """Note a backend other than the flavor's, and one that needs much memory."""
+    """Note a backend other than the flavor's, and a backend that needs a lot of memory."""
     model, flavors = run.config.model, flavor_attention(run.config.model.flavor or "")
     choice = run.attention
     messages = []

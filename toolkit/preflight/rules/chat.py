@@ -27,7 +27,7 @@ def _set(run: PlannedRun, key: str) -> bool:
 
 @rule()
 def formats_act(run: PlannedRun) -> list[Problem]:
-    """Check that options of conversations apply to some corpus of the run."""
+    """Check that conversation options apply to at least one corpus of the run."""
     used_corpora = corpora(run.config)
     problems = []
     for name in ("format", "columns"):
@@ -46,7 +46,7 @@ def formats_act(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def pairs_are_compared(run: PlannedRun) -> list[Problem]:
-    """Check that pairs of answers are used by an objective that compares them."""
+    """Check that pairs of answers are used only with an objective that compares them."""
     paired = [corpus for corpus in corpora(run.config) if corpus.format == PREFERENCE]
     if not paired or run.config.finetune.objective == "dpo":
         return []
@@ -96,7 +96,7 @@ def chat_template_readable(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def empty_thinking_is_masked(run: PlannedRun) -> list[Problem]:
-    """Check that think blocks are masked only if other tokens are."""
+    """Check that think blocks are excluded from the loss only if other tokens are excluded too."""
     if not run.config.data.mask_empty_thinking or run.config.data.train_on != "all":
         return []
     rule = 'with data.train_on = "all" every token is trained on'

@@ -15,18 +15,18 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE
 
 _CURVE = ("model", "finetune", "data", "training", "validation", "optimizer", "lr_scheduler", "loss", "debug")
-"""Tables that a resumed run is expected to share with the run so far."""
+"""Tables that a resumed run should share with its earlier part."""
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim", "tie_embeddings")
 _FREEZING = ("trainable", "frozen", "freeze_first_layers", "freeze_last_layers")
 _SHOWN = 8
 _AS_BEFORE = "set it as in that run, or use another job.dump_folder"
 _FOUND_BY = ("checkpoint.folder", "job.dump_folder", "checkpoint.enable")
-"""Keys by which a run finds its own checkpoint if no other key selects one."""
+"""Keys that locate a run's own checkpoint if no other key selects one."""
 _SINCE_0_2 = {
     field.name: field.default
     for field in fields(ModelArgs)
     if field.name in ("family", "qk_norm", "qkv_bias", "sliding_window", "classifier")
-}  # with the values that older manifests imply
+}  # with the values implied by older manifests
 
 
 @rule(CheckpointError)
@@ -53,7 +53,8 @@ def checkpoint_complete(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
-    """Check that the checkpoint has the model's shapes, and its RoPE and norms unless a key changes them."""
+    """Check that the checkpoint has the model's shapes, and the same RoPE and norms unless a key changes
+    them."""
     start = run.start
     if start.manifest is None or run.model is None:
         return []
@@ -63,7 +64,7 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
     names = [*_SHAPE, *_SINCE_0_2, *(name for name in CHANGEABLE if name not in changed)]
     if run.model.classifier and not start.resumes and saved.get("classifier") != here["classifier"]:
-        changed += ["classifier", "tie_embeddings"]  # the run adds a head of its own
+        changed += ["classifier", "tie_embeddings"]  # the run adds its own head
     differing = [
         name for name in names if name in saved and name not in changed and saved[name] != here[name]
     ]
@@ -80,7 +81,7 @@ def checkpoint_fits_model(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def checkpoint_has_adapter(run: PlannedRun) -> list[Problem]:
-    """Check that a resumed run trains the adapter in its checkpoint, or none if it contains a full model."""
+    """Check that a resumed run trains the checkpoint's adapter, or no adapter if it contains a full model."""
     start = run.start
     if start.manifest is None or not start.resumes:
         return []
@@ -137,7 +138,7 @@ def checkpoint_has_full_model(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
-    """Check that a checkpoint to resume from contains more than weights."""
+    """Check that a checkpoint to resume from contains more than the weights."""
     start = run.start
     if start.manifest is None or not start.resumes or not start.manifest["run"].get("model_only"):
         return []
@@ -162,7 +163,7 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
         return []
     name = run.config.optimizer.name
     saved = saved_settings(start.manifest["run"]).get(key, name)
-    own = {name, saved} & set(registry(key))  # only their author knows the format of their state
+    own = {name, saved} & set(registry(key))  # only their author knows their state format
     if saved == name or {saved, name} == {"Adam", "AdamW"} or own:
         return []
     if "optimizer" in start.excluded:
@@ -174,7 +175,7 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def data_position_fits(run: PlannedRun) -> list[Problem]:
-    """Check that the keys which define a sample are unchanged (the corpus is compared later)."""
+    """Check that the keys that define a sample are unchanged (the corpus itself is compared later)."""
     start = run.start
     config = run.config
     if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
@@ -187,7 +188,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
         fix = f"set it to {json.dumps([*config.checkpoint.exclude_from_loading, 'dataloader'])}"
         rule = f"the checkpoint {start.loaded} has no position in the data"
         return [run.problem(key, rule, fix, start.loaded_by, *_FOUND_BY)]
-    saved = {"streaming": "shards" in saved, **saved}  # only a stream's position counts shards
+    saved = {"streaming": "shards" in saved, **saved}  # only a stream's data position counts shards
     keys = ("training.seq_len", "data.packing", "data.shuffle", "data.streaming", "debug.seed")
     here = {key: config.value(key) for key in keys} | {"debug.seed": config.debug.seed or 0}
     return [
@@ -205,7 +206,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def stream_resumable(run: PlannedRun) -> list[Problem]:
-    """Check that the batch gives a stream the same number of shards (the files are compared later)."""
+    """Check that a stream has the same number of shards as before (the files are compared later)."""
     start, key = run.start, "training.global_batch_size"
     if start.manifest is None or run.batch is None or not start.resumes or "dataloader" in start.excluded:
         return []
@@ -251,7 +252,7 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
 
 
 def _position_counts(run: PlannedRun) -> dict[str, str]:
-    """Return the facts of a mixture that a data position depends on; none if a weight is too small."""
+    """Return the properties of a mixture that a data position depends on; empty if a weight is too small."""
     if not run.config.data.mixture:
         return {}
     from toolkit.data.mixture import identity, quotas
@@ -265,7 +266,7 @@ def _position_counts(run: PlannedRun) -> dict[str, str]:
 
 @rule()
 def batch_resumable(run: PlannedRun) -> list[Problem]:
-    """Check that the batch does not follow a changed mesh in a resumed run, unless the data restarts."""
+    """Check that a changed mesh does not change the batch of a resumed run, unless the data restarts."""
     start = run.start
     if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in start.excluded:
         return []
@@ -287,7 +288,8 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def steps_are_counted_on(run: PlannedRun) -> list[Problem]:
-    """Check that the step count does not restart next to checkpoints of higher steps, which resume first."""
+    """Check that the step count does not restart next to checkpoints of later steps, which would be
+    resumed."""
     start = run.start
     if run.config.checkpoint.load_only or not start.own or "train_state" not in start.excluded:
         return []
@@ -329,7 +331,7 @@ def new_head_notes(run: PlannedRun) -> list[str]:
 
 
 def _left_out(run: PlannedRun) -> Iterator[str]:
-    """Note the effect on the learning-rate schedule if it, or the step, is not loaded."""
+    """Note the effect on the learning-rate schedule if the schedule or the step is not loaded."""
     start = run.start
     if "lr_scheduler" in start.excluded:
         yield (
@@ -344,7 +346,8 @@ def _left_out(run: PlannedRun) -> Iterator[str]:
 
 
 def _changes(run: PlannedRun) -> Iterator[str]:
-    """Yield values that affect training and differ from the checkpoint's, for keys known to both."""
+    """Yield values that affect training and differ from the checkpoint's; only keys known to both are
+    compared."""
     start = run.start
     assert start.manifest is not None
     before = saved_settings(start.manifest["run"])

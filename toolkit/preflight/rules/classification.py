@@ -45,7 +45,7 @@ def classifier_reads_labels(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
-    """Check that no option of the language model head is set."""
+    """Check that no option of the LM head is set."""
     if not run.config.finetune.classification.num_labels:
         return []
     asked = {
@@ -69,7 +69,7 @@ def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def hugging_face_has_no_hidden_layers(run: PlannedRun) -> list[Problem]:
-    """Check that an exported folder can be read by transformers."""
+    """Check that transformers can read an exported folder."""
     options, sizes = run.config.checkpoint, run.config.finetune.classification.hidden_sizes
     if not sizes or not (options.last_save_in_hf or options.hf_export_interval is not None):
         return []
@@ -80,7 +80,7 @@ def hugging_face_has_no_hidden_layers(run: PlannedRun) -> list[Problem]:
 
 @note
 def classification_notes(run: PlannedRun) -> list[str]:
-    """Note that texts of a row attend to one another without a document mask."""
+    """Note that, without a document mask, texts in the same row attend to each other."""
     data = run.config.data
     if not run.config.finetune.classification.num_labels or data.document_mask or not data.packing:
         return []

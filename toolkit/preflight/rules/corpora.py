@@ -36,7 +36,7 @@ def dataset_choices_act(run: PlannedRun) -> list[Problem]:
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
         if isinstance(opened, DataError):
-            continue  # another rule reports it
+            continue  # another rule reports this
         for choice in sorted({"subset", "split"} - opened.choices):
             key = f"{corpus.table}.dataset_{choice}"
             field = find_field(key)
@@ -49,7 +49,7 @@ def dataset_choices_act(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def text_column_acts(run: PlannedRun) -> list[Problem]:
-    """Check that text_column applies to a corpus with columns: included corpora and .txt files have none."""
+    """Check that text_column applies to a corpus with columns; embedded corpora and .txt files have none."""
     config, readers = run.config, defaultdict(list)
     for corpus in corpora(config):
         readers[corpus.column_key].append(corpus)

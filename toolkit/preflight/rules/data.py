@@ -42,7 +42,7 @@ _TOKENIZER_KEYS = ("model.tokenizer_path", "model.hf_assets_path")
 
 @rule()
 def folders_writable(run: PlannedRun) -> list[Problem]:
-    """Check that the run can create the folders that it writes to."""
+    """Check that the run can create the folders to which it writes."""
     problems: dict[Path, Problem] = {}
     for key, folder_of in _FOLDERS.items():
         with suppress(UnknownValue):  # the others are still checked
@@ -57,7 +57,7 @@ def folders_writable(run: PlannedRun) -> list[Problem]:
 
 def _cache(run: PlannedRun, folder: str) -> str | None:
     cache = local_cache(folder)
-    return None if (cache / "tokens").is_dir() else str(cache)  # which may already have all tokens
+    return None if (cache / "tokens").is_dir() else str(cache)  # an existing cache may have all tokens
 
 
 def _checkpoints(run: PlannedRun, folder: str) -> str | None:
@@ -71,7 +71,7 @@ def _compiled(run: PlannedRun, folder: str) -> str | None:
 
 
 def _inside(is_made: Callable[[PlannedRun], bool]) -> _FolderOf:
-    """Give a folder inside the dump folder, if the run makes it."""
+    """Return a function that gives a folder inside the dump folder, if the run creates it."""
     return lambda run, name: str(expand_user(name, inside=run.dump_folder)) if is_made(run) else None
 
 
@@ -91,12 +91,13 @@ _FOLDERS: dict[str, _FolderOf] = {
     "job.save_config_file": _folder_of_file,
     "compile.cache_folder": _compiled,
 }
-"""Keys of folders → the folder for a run and the key's value, None if the run does not write to it."""
+"""Keys of folders → function from run and key value to the folder, or None if the run does not write to
+it."""
 
 
 @rule()
 def saved_config_name_usable(run: PlannedRun) -> list[Problem]:
-    """Check that the copy of the config does not overwrite a folder or another file of the run."""
+    """Check that the saved copy of the config does not overwrite another file or folder of the run."""
     key = "job.save_config_file"
     if not (name := run.config.job.save_config_file):
         return []
@@ -109,7 +110,7 @@ def saved_config_name_usable(run: PlannedRun) -> list[Problem]:
 
 
 def _unusable(folder: str) -> tuple[str, str]:
-    """Return why a folder cannot be created or written to and how to fix it, or empty strings."""
+    """Return why a folder cannot be created or written to, and the fix, or empty strings."""
     path = expand_user(folder).absolute()
     if not folder:
         return "the folder name is empty", 'set a folder; "." is the current one'
@@ -157,7 +158,7 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
 
 
 def _missing(run: PlannedRun) -> list[Problem]:
-    """Check only that corpora exist, if it is not known how to read them."""
+    """Check only that corpora exist, if it is unknown how to read them."""
     problems = []
     for table in ("training", "validation"):
         with suppress(UnknownValue):
@@ -191,7 +192,7 @@ def _chosen_by(table: str) -> tuple[str, str]:
 
 @rule(DataError)
 def unused_dataset_names_exist(run: PlannedRun) -> list[Problem]:
-    """Check names of corpora even where the run does not read them."""
+    """Check the names of corpora, including those that the run does not read."""
     config, problems = run.config, []
     read = {corpus.table for corpus in corpora(config)}
     for table in ("training", "validation"):
@@ -205,7 +206,7 @@ def unused_dataset_names_exist(run: PlannedRun) -> list[Problem]:
 
 @note
 def corpora_notes(run: PlannedRun) -> list[str]:
-    """Note names that are aliases or overridden, and files that are skipped."""
+    """Note names that are aliases or are overridden, and skipped files."""
     messages = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
@@ -227,10 +228,10 @@ def corpora_notes(run: PlannedRun) -> list[str]:
 
 @rule(DataError)
 def corpus_small_enough(run: PlannedRun) -> list[Problem]:
-    """Check that a run tokenizes no more text than data.max_inline_gb by itself.
+    """Check that a run does not have to tokenize more text than data.max_inline_gb.
 
     Files with known hashes may already be tokenized, and the size of a dataset on the Hub is unknown before
-    it is opened: both are checked when the run opens its corpora."""
+    it is opened. Both are checked when the run opens its corpora."""
     config = run.config
     limit = config.data.max_inline_gb * 1e9
     root = local_cache(config.data.cache_folder)
@@ -245,7 +246,7 @@ def corpus_small_enough(run: PlannedRun) -> list[Problem]:
 
 
 def _unread_bytes(source: Corpus | DataError, root: Path) -> int:
-    """Estimate the bytes of a corpus without a known hash; 0 if that is unknown."""
+    """Estimate the bytes of a corpus without a known hash; 0 if the size is unknown."""
     if isinstance(source, DataError):
         return 0
     try:
@@ -255,7 +256,7 @@ def _unread_bytes(source: Corpus | DataError, root: Path) -> int:
 
 
 def _flags(config: Config) -> Iterator[str]:
-    """Return flags for the config file and for command-line overrides that affect corpora."""
+    """Yield the flags for the config file and for command-line overrides that affect corpora."""
     if config.job.config_file:
         yield from ("--job.config_file", config.job.config_file)
     for field in config.present_fields():

@@ -93,7 +93,7 @@ def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def enough_blocks(run: PlannedRun) -> list[Problem]:
-    """Check that the model has as many blocks as are to be adapted or frozen."""
+    """Check that the model has at least as many blocks as are to be adapted or frozen."""
     options = run.config.finetune
     if run.model is None:
         return []
@@ -125,7 +125,7 @@ def patterns_match(run: PlannedRun) -> list[Problem]:
         for key in ("trainable", "frozen")
         for pattern in unmatched(getattr(options, key), names)
     ]
-    wanted = options.adapter != "lora" or lora_targets(run.model, options)  # else another rule reports it
+    wanted = options.adapter != "lora" or lora_targets(run.model, options)  # otherwise reported elsewhere
     if not problems and wanted and not trained_names(names, run.model, options):
         key = next(key for key in (*_FREEZING, "trainable") if getattr(options, key))
         problems = [run.problem(f"finetune.{key}", "leaves no parameter to train", "freeze fewer")]
@@ -134,7 +134,7 @@ def patterns_match(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def freezing_acts(run: PlannedRun) -> list[Problem]:
-    """Check that freezing has an effect next to an adapter, which it has only on ``trainable``."""
+    """Check that freezing has an effect: with an adapter, it affects only ``trainable``."""
     options = run.config.finetune
     asked = {key: value for key in _FREEZING if (value := getattr(options, key))}
     if run.model is None or not options.adds or not asked:
@@ -152,7 +152,7 @@ def freezing_acts(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
-    """Check that prefix tuning runs with SDPA, which alone supports its dense mask."""
+    """Check that prefix tuning runs with SDPA, the only backend that supports its dense mask."""
     if run.config.finetune.adapter != "prefix_tuning":
         return []
     problems = []
@@ -167,7 +167,7 @@ def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
-    """Check that only an adapter is trained, so that the model without it can be the reference."""
+    """Check that only an adapter is trained, so that the base model can be the reference."""
     options, key = run.config.finetune, "finetune.objective"
     if options.objective != "dpo":
         return []
@@ -189,7 +189,7 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
-    """Check that each corpus has pairs of answers and that answers cannot attend to one another."""
+    """Check that each corpus has pairs of answers, and that answers cannot attend to each other."""
     if run.config.finetune.objective != "dpo":
         return []
     trained = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
@@ -254,7 +254,7 @@ def _unmerged(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def adapter_path_fits(run: PlannedRun) -> list[Problem]:
-    """Check that the adapter to start from exists and fits the model and the adapter to train."""
+    """Check that the initial adapter exists and fits the model and the adapter to train."""
     key, options = "finetune.adapter_path", run.config.finetune
     if run.model is None or not options.adds or options.adapter_path is None:
         return []
@@ -311,7 +311,7 @@ def _reshaped(run: PlannedRun) -> list[str]:
     except DataError:
         return []  # another rule reports it
     changed = [key for key, value in asdict(run.model).items() if value != base[key] and key != "max_seq_len"]
-    if "classifier" in changed:  # PEFT saves the head, which is not tied, but not the class names
+    if "classifier" in changed:  # PEFT saves the (untied) head, but not the class names
         changed = [key for key in changed if key not in ("classifier", "tie_embeddings")]
         changed += ["finetune.classification.label_names"] * bool(options.classification.label_names)
     if not changed:

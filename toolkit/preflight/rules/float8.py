@@ -1,4 +1,4 @@
-"""Rules for linear layers in float8."""
+"""Rules for float8 linear layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKENS = (
     "training.local_batch_size",
     "training.global_batch_size",
 )
-"""Keys that with training.seq_len give the tokens of a micro-batch."""
+"""Keys that determine, together with training.seq_len, the tokens of a micro-batch."""
 _AUTO = "auto_filter_small_kn"
 
 
@@ -39,7 +39,7 @@ def _emulates(run: PlannedRun) -> bool:
 
 @rule()
 def float8_runs(run: PlannedRun) -> list[Problem]:
-    """Check that torchao is installed and that the device has float8 matmuls or they are emulated."""
+    """Check that torchao is installed, and that float8 matmuls are supported by the device or emulated."""
     if not _on(run):
         return []
     if find_spec("torchao") is None:
@@ -58,8 +58,8 @@ def float8_runs(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def float8_sizes(run: PlannedRun) -> list[Problem]:
-    """Check for multiples of 16, which float8 GEMMs need: in TP shards, and in the tokens over which the
-    gradient of a weight is summed."""
+    """Check that sizes are multiples of 16, as float8 GEMMs require: of TP shards, and of the number of
+    tokens over which a weight's gradient is summed."""
     model, batch, options = run.model, run.batch, run.config.parallelism
     if not _on(run) or _emulates(run) or model is None or batch is None:
         return []
@@ -80,7 +80,7 @@ def float8_sizes(run: PlannedRun) -> list[Problem]:
 
 
 def _cut(model: ModelArgs) -> dict[str, int]:
-    """Return the sizes that tensor parallelism splits, by their names in the configuration."""
+    """Return the sizes that tensor parallelism splits, by their config names."""
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = {"n_heads * head_dim": queries, "n_kv_heads * head_dim": keys, "ffn_dim": model.ffn_dim}
     return {name: size for name, size in sizes.items() if size % MULTIPLE == 0}
@@ -88,7 +88,7 @@ def _cut(model: ModelArgs) -> dict[str, int]:
 
 @rule()
 def float8_filter(run: PlannedRun) -> list[Problem]:
-    """Check that filter_fqns matches modules and leaves some in float8."""
+    """Check that filter_fqns matches modules and leaves some layers in float8."""
     options = run.config.quantize.linear.float8
     if not _on(run) or run.model is None:
         return []
@@ -109,7 +109,7 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def float8_gathered(run: PlannedRun) -> list[Problem]:
-    """Check that weights can be gathered in float8: one scale each, on the device, from all shards."""
+    """Check that weights can be gathered in float8: one scale per weight, on the device, from all shards."""
     config, options = run.config, run.config.quantize.linear.float8
     if not _on(run):
         return []

@@ -18,7 +18,7 @@ _POLICY = "parallelism.fsdp_wrap_policy"
 _CLASSES = "parallelism.fsdp_wrap_classes"
 _MIN_PARAMS = "parallelism.fsdp_min_num_params"
 
-# Parts of the names that other libraries give to the modules of a decoder, most specific first.
+# Parts of the names of a decoder's modules in other libraries, most specific first.
 _ELSEWHERE = {
     "attention": "Attention",
     "mlp": "FeedForward",
@@ -81,7 +81,7 @@ def strategy_has_its_resharding(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def reshard_size_divides(run: PlannedRun) -> list[Problem]:
-    """Check that a number of ranks to reshard to is a proper divisor of the shard group."""
+    """Check that the number of ranks to reshard to is a proper divisor of the shard group's size."""
     size = run.config.parallelism.fsdp_reshard_after_forward
     if isinstance(size, str) or run.mesh is None or run.mesh.pp * run.mesh.tp > 1:
         return []
@@ -100,10 +100,10 @@ def reshard_size_divides(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def reshard_size_has_its_groups(run: PlannedRun) -> list[Problem]:
-    """Check that all ranks shard together if parameters reshard to a number of ranks.
+    """Check that all ranks are in one shard group if parameters reshard to a number of ranks.
 
-    torch creates the process groups of such a number on each shard mesh separately, under the same names:
-    with several shard meshes, collectives would wait forever for the wrong ranks.
+    torch creates the process groups for that number on each shard mesh separately, under the same names: with
+    several shard meshes, collectives would wait forever for the wrong ranks.
     """
     if isinstance(run.config.parallelism.fsdp_reshard_after_forward, str) or run.mesh is None:
         return []
@@ -116,7 +116,7 @@ def reshard_size_has_its_groups(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
-    """Check that the classes to wrap exist in the model."""
+    """Check that the FSDP wrap classes exist in the model."""
     options = run.config.parallelism
     if options.fsdp_wrap_policy != "class":
         return []
@@ -135,7 +135,7 @@ def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
 
 
 def right_class(name: str) -> str:
-    """Suggest the class that a user of another library may mean by ``name``."""
+    """Suggest the class that a user of another library probably means by ``name``."""
     part = next((part for part in _ELSEWHERE if part in name.lower()), None)
     return (
         f"did you mean {_ELSEWHERE[part]}?" if part else did_you_mean(name, WRAP_CLASSES, "use one of these")
@@ -144,7 +144,7 @@ def right_class(name: str) -> str:
 
 @rule()
 def compiled_blocks_are_whole(run: PlannedRun) -> list[Problem]:
-    """Check that no FSDP unit lies inside a compiled block, whose graph cannot contain its hooks."""
+    """Check that no FSDP unit is inside a compiled block, whose graph cannot contain FSDP's hooks."""
     options, compiling = run.config.parallelism, run.config.compile
     if not compiling.enable or "model" not in compiling.components:
         return []

@@ -10,7 +10,7 @@ POLICIES = ("health.nan_policy", "health.loss_spike_policy")
 
 @rule()
 def policies_can_act(run: PlannedRun) -> list[Problem]:
-    """Check that a batch can be skipped before its update, and that a rollback finds a full checkpoint."""
+    """Check that a batch can be skipped before its update, and that full checkpoints exist for rollbacks."""
     config = run.config
     rolls_back = [key for key in POLICIES if config.value(key) == "rollback"]
     skips = [key for key in POLICIES if config.value(key) == "skip"]
@@ -33,7 +33,7 @@ def policies_can_act(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def stragglers_measurable(run: PlannedRun) -> list[Problem]:
-    """Check that the flight recorder, by which ranks on GPUs are compared, records collectives."""
+    """Check that the flight recorder, which measures ranks on GPUs, records collectives."""
     if run.config.health.straggler_factor is None or run.hardware.device == "cpu":
         return []
     if run.config.comm.trace_buf_size:

@@ -18,12 +18,12 @@ _RECOMPUTES = ("selective", "full")
 _CHOOSING = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
 """Backends of torch that choose which activations forward saves."""
 _BACKENDS = (*_CHOOSING, "aot_eager_default_partitioner", "eager", "eager_noexcept")
-"""Backends that can train; packages may register others as entry points."""
+"""Backends that support training; packages may register others as entry points."""
 
 
 @rule()
 def selective_checkpointing(run: PlannedRun) -> list[Problem]:
-    """Check that ``selective_ac_option`` is a stride over blocks, op or matmul."""
+    """Check that ``selective_ac_option`` is "op", "matmul" or a stride over blocks."""
     stride = run.config.activation_checkpoint.selective_ac_option
     if stride in OPERATORS or (is_number(stride) and int(stride) >= 1):
         return []
@@ -33,7 +33,7 @@ def selective_checkpointing(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def checkpointing_debug(run: PlannedRun) -> list[Problem]:
-    """Check that debugging does not meet a context of its own: torch finds the operator with another one."""
+    """Check that debugging is not combined with compiled blocks or checkpointing per operator."""
     options, key = run.config.activation_checkpoint, f"{_TABLE}.debug"
     if not options.debug or options.mode not in _RECOMPUTES:
         return []
@@ -48,7 +48,7 @@ def checkpointing_debug(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dropout_recomputed_identically(run: PlannedRun) -> list[Problem]:
-    """Check that a recomputed block drops the same elements as its forward."""
+    """Check that recomputation of a block drops the same elements as its forward."""
     options, tuning, key = (
         run.config.activation_checkpoint,
         run.config.finetune,
@@ -63,8 +63,8 @@ def dropout_recomputed_identically(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def memory_budget_needs(run: PlannedRun) -> list[Problem]:
-    """Check that blocks are compiled, since torch.compile applies the budget, and that matplotlib can
-    plot."""
+    """Check that blocks are compiled, because torch.compile applies the memory budget, and that matplotlib is
+    installed if a plot is requested."""
     compiling, key = run.config.compile, f"{_TABLE}.mode"
     if run.config.activation_checkpoint.mode != "memory_budget":
         return []
@@ -121,7 +121,7 @@ def compile_backend(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def compile_mode(run: PlannedRun) -> list[Problem]:
-    """Check that a mode, which only inductor has, is supported."""
+    """Check that the compile mode is supported; only inductor has modes."""
     compiling, key = run.config.compile, "compile.mode"
     if compiling.mode == "default" or not compiling.enable:
         return []
@@ -135,7 +135,8 @@ def compile_mode(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
-    """Check for torch 2.13: before, inductor assumes fp32 for what CPU attention saves for backward."""
+    """Check for torch 2.13; older inductor assumes that tensors saved by CPU attention for backward are
+    fp32."""
     compiling, version = run.config.compile, torch_before((2, 13))
     if not compiling.blocks or compiling.backend != "inductor":
         return []

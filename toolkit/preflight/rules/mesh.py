@@ -15,12 +15,12 @@ _SHOWN = 6
 _MESHES = "parallelism.elastic_meshes"
 _BATCH = "training.global_batch_size"
 _BLAMED = ("dp_shard", "dp_replicate", "cp", "tp", "pp")
-"""Degrees of a mesh that does not fit: splitting the model is what makes it fit in memory."""
+"""Degrees to blame for a mismatch, in order: splitting the model is what makes it fit in memory."""
 
 
 @rule()
 def world_fills_mesh(run: PlannedRun) -> list[Problem]:
-    """Check that the degrees multiply to the world size."""
+    """Check that the product of the degrees is the world size."""
     if run.mesh:
         return []
     asked = {name: run.config.value(key) for name, key in DEGREES.items()}
@@ -39,7 +39,7 @@ def world_fills_mesh(run: PlannedRun) -> list[Problem]:
 
 
 def _heads(run: PlannedRun) -> int:
-    """Return what a tensor-parallel degree must divide; 0 if the model is unknown."""
+    """Return the number that the tensor-parallel degree must divide; 0 if the model is unknown."""
     try:
         return math.gcd(run.model.n_heads, run.model.n_kv_heads) if run.model else 0
     except UnknownValue:
@@ -47,9 +47,9 @@ def _heads(run: PlannedRun) -> int:
 
 
 def _fitting(asked: dict[str, int], world_size: int, heads: int) -> list[ParallelDims]:
-    """Return meshes of ``world_size`` that use only the techniques of ``asked``, most similar first.
+    """Return meshes of ``world_size`` ranks that use only the dimensions in ``asked``, most similar first.
 
-    Degrees that divide the world size are kept if some mesh has them all.
+    Degrees that divide the world size are kept if a mesh with all of them exists.
     """
     possible = divisors(world_size)
     near = {

@@ -40,7 +40,7 @@ def metrics_notes(run: PlannedRun) -> list[str]:
 
 @rule()
 def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
-    """Check the file name extension that the textfile collector needs."""
+    """Check that the file has the extension that the textfile collector requires."""
     path = run.config.metrics.prometheus_file
     if path is None or path.endswith(".prom"):
         return []
@@ -55,7 +55,7 @@ def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def wandb_ready(run: PlannedRun) -> list[Problem]:
-    """Check for wandb and its API key, for which it would otherwise prompt on a terminal."""
+    """Check that wandb is installed and has an API key, because without one it prompts on a terminal."""
     key = "metrics.enable_wandb"
     if not run.config.metrics.enable_wandb:
         return []
@@ -74,7 +74,7 @@ def wandb_ready(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def trackers_ready(run: PlannedRun) -> list[Problem]:
-    """Check for the packages of ``metrics.report_to``, and for Comet's API key, for which it would prompt."""
+    """Check for the packages of ``metrics.report_to``, and for Comet's API key, without which it prompts."""
     key, asked = "metrics.report_to", run.config.metrics.report_to
     problems = [
         run.problem(key, f"the package {package} is not installed", install_command(name))

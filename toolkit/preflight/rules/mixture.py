@@ -25,8 +25,8 @@ def _key(name: str, option: str) -> str:
 
 @rule()
 def mixture_or_dataset(run: PlannedRun) -> list[Problem]:
-    """Check that a mixture and a single dataset do not contradict; a mixture replaces an extended file's
-    one."""
+    """Check that a mixture and a single dataset do not conflict; a mixture replaces the dataset of the base
+    file."""
     problems = []
     for field in _single_corpus_fields(run):
         if field.key not in overridden_keys(run.config):
@@ -39,7 +39,7 @@ def mixture_or_dataset(run: PlannedRun) -> list[Problem]:
 
 @note
 def mixture_notes(run: PlannedRun) -> list[str]:
-    """Note settings of an extended file that a mixture replaces."""
+    """Note settings of the base file that a mixture replaces."""
     config = run.config
     return [
         f"{key} = {format_toml(config.value(key))} ({config.origin(key)}) is overridden by [data.mixture]"
@@ -49,7 +49,8 @@ def mixture_notes(run: PlannedRun) -> list[str]:
 
 
 def _single_corpus_fields(run: PlannedRun) -> list[Field]:
-    """Return the keys of a single corpus that are not at their defaults, or are set over a mixture."""
+    """Return the keys of a single corpus that are not at their defaults, or that are set closer to the user
+    than the mixture."""
     config = run.config
     if not config.data.mixture:
         return []
@@ -60,7 +61,7 @@ def _single_corpus_fields(run: PlannedRun) -> list[Field]:
 
 @rule()
 def mixture_weights_fit(run: PlannedRun) -> list[Problem]:
-    """Check that no weight is too small for the blocks in which a mixture is drawn."""
+    """Check that no weight is too small for the blocks from which a mixture is drawn."""
     mixture = run.config.data.mixture
     if not mixture:
         return []
@@ -83,7 +84,7 @@ def mixture_weights_fit(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def mixture_parts_differ(run: PlannedRun) -> list[Problem]:
-    """Check that no two corpora have the same text, each sample of which would come twice per epoch."""
+    """Check that no two corpora have the same text, whose samples would be drawn twice per epoch."""
     names = defaultdict(list)
     for corpus in corpora(run.config):
         group, _, name = corpus.table.rpartition(".")

@@ -10,7 +10,7 @@ from toolkit.models.registry import families, spec
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 CHANGEABLE = {"norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling_factor"}
-"""Fields that do not affect shapes, and the keys of model.* that may change them on purpose."""
+"""Fields that do not affect shapes, and the model.* keys that may change them deliberately."""
 
 
 @rule()
@@ -36,9 +36,9 @@ def model_exists(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def architecture_readable(run: PlannedRun) -> list[Problem]:
-    """Check that config.json describes a supported model, if nothing else selects one."""
+    """Check that config.json describes a supported model, if nothing else selects the model."""
     if not run.architecture_error or run.start.weights == config_folder(run.config):
-        return []  # another rule reports more about the folder of the weights
+        return []  # another rule reports more about the weights folder
     fix = (
         f"{name_readable()}; to use only its tokenizer, set model.name and model.flavor, which override "
         "config.json"
@@ -64,7 +64,7 @@ def classifier_configured(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def tokenizer_readable(run: PlannedRun) -> list[Problem]:
-    """Check that there is a tokenizer at the configured path."""
+    """Check that the configured path contains a tokenizer."""
     if not run.tokenizer_error:
         return []
     key = "model.tokenizer_path" if run.config.model.tokenizer_path else "model.hf_assets_path"
@@ -119,7 +119,7 @@ def sequence_fits_model(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def device_has_dtype(run: PlannedRun) -> list[Problem]:
-    """Check for bfloat16 support, which GPUs before Ampere lack. (A CPU emulates it, slowly.)"""
+    """Check for bfloat16 support, which GPUs before Ampere lack. (CPUs without it emulate it slowly.)"""
     if run.hardware.device == "cpu" or run.hardware.native_bf16:
         return []
     return [

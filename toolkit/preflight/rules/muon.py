@@ -13,8 +13,8 @@ _KEY = "optimizer.name"
 
 
 def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
-    """Return the sizes of the matrices that Muon updates and AdamW's number of elements; None without
-    Muon."""
+    """Return the sizes of the matrices updated by Muon, and the number of elements updated by AdamW; None if
+    the optimizer is not Muon."""
     if run.config.optimizer.name != "Muon" or run.model is None:
         return None
     shapes = all_shapes(run.model, run.config.finetune)
@@ -27,7 +27,7 @@ def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
 
 @rule()
 def some_matrices_are_trained(run: PlannedRun) -> list[Problem]:
-    """Check that some weight of a linear layer is trained; an adapter's parameters use AdamW."""
+    """Check that at least one linear layer's weight is trained; an adapter's parameters use AdamW."""
     updated = _updated(run)
     if updated is None or updated[0]:
         return []
@@ -37,7 +37,8 @@ def some_matrices_are_trained(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def muon_steps_after_backward(run: PlannedRun) -> list[Problem]:
-    """Check that parameters are not updated one by one in backward: Muon gathers matrices in buckets."""
+    """Check that parameters are not updated one by one in backward, because Muon gathers matrices in
+    buckets."""
     if run.config.optimizer.name != "Muon" or not run.config.optimizer.early_step_in_backward:
         return []
     rule = f"{_KEY} = Muon gathers matrices of many units at once and cannot update a single parameter"

@@ -1,4 +1,4 @@
-"""Rules for a base model in 4 bits (NF4)."""
+"""Rules for a 4-bit base model (NF4)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BITS = 8 * (NF4_BLOCK // 2 + 4) / NF4_BLOCK
 
 
 def _rows(args: ModelArgs) -> dict[str, int]:
-    """Return the row length of each kind of linear layer, by its name in the configuration."""
+    """Return the row length of each kind of linear layer, by its config name."""
     return {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.head_dim, "ffn_dim": args.ffn_dim}
 
 
 @rule()
 def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
-    """Check that fully_shard supports integers, as in NF4, which needs torch 2.12 or a single rank."""
+    """Check that fully_shard supports NF4's integer parameters, which needs torch 2.12 or a single rank."""
     version, config = torch_before((2, 12)), run.config
     skips = config.parallelism.fsdp_skip_on_one_rank and not config.training.enable_cpu_offload
     skips = skips and run.world_size == 1 and run.hardware.device == "cuda"
@@ -35,7 +35,7 @@ def fsdp_takes_bytes(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
-    """Check that each row, or each TP shard of one, consists of whole blocks."""
+    """Check that each row, or each row of a TP shard, consists of whole blocks."""
     if not run.config.finetune.quantizes or run.model is None:
         return []
     rows = _rows(run.model)
@@ -58,7 +58,7 @@ def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def quantized_is_frozen(run: PlannedRun) -> list[Problem]:
-    """Check that no weight in 4 bits is trained."""
+    """Check that no 4-bit weight is trained."""
     options = run.config.finetune
     if not options.quantizes or run.model is None:
         return []
@@ -74,7 +74,7 @@ def quantized_is_frozen(run: PlannedRun) -> list[Problem]:
 
 @note
 def quantized_notes(run: PlannedRun) -> list[str]:
-    """Note the memory of the weights in 4 bits, and how they are merged."""
+    """Note the memory of the 4-bit weights, and how they are merged."""
     options = run.config.finetune
     if not options.quantizes or run.model is None:
         return []

@@ -13,12 +13,12 @@ _SHOWN = 8
 
 @rule()
 def no_decay_matches(run: PlannedRun) -> list[Problem]:
-    """Check that each pattern matches a parameter, which would otherwise decay by mistake."""
+    """Check that each no-decay pattern matches a parameter; otherwise the intended one would decay."""
     patterns, model = run.config.optimizer.no_decay, run.model
     if model is None:
         return []
     names = list(all_shapes(model, run.config.finetune))
-    # Blocks are alike: the first represents all.
+    # Blocks are equal, so the first one represents all.
     kinds = [name for name in names if not name.startswith("layers.") or name.startswith("layers.0.")]
     return [
         run.problem(
@@ -31,7 +31,7 @@ def no_decay_matches(run: PlannedRun) -> list[Problem]:
 
 
 def _similar(pattern: str, kinds: list[str]) -> str:
-    """Suggest names that contain the pattern's words, else the most similar one, else some."""
+    """Suggest names that contain the pattern's words, else the most similar name, else a few."""
     words = pattern.replace("*", " ").split()
     near = [name for name in kinds if words and all(word.strip(".").lower() in name for word in words)]
     bare = closest(pattern.replace("*", ""), kinds)
@@ -41,7 +41,8 @@ def _similar(pattern: str, kinds: list[str]) -> str:
 
 @rule()
 def early_step_alone(run: PlannedRun) -> list[Problem]:
-    """Check that updates in backward need neither gradient accumulation nor the global gradient norm."""
+    """Check that updates in backward are not combined with gradient accumulation or a global gradient
+    norm."""
     training = run.config.training
     if not run.config.optimizer.early_step_in_backward:
         return []

@@ -30,7 +30,7 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "a base corpus": lambda run: run.config.validation.base_corpus.named,
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }
-"""Conditions that a run may meet, by the names used in the schema's ``Needs`` marks."""
+"""Conditions that a run may meet, by the names in the schema's ``Needs`` marks."""
 
 
 def _reshard(run: PlannedRun) -> bool | int | str:
@@ -39,7 +39,7 @@ def _reshard(run: PlannedRun) -> bool | int | str:
 
 @rule()
 def supported_options(run: PlannedRun) -> list[Problem]:
-    """Reject torchtitan's values that this toolkit does not support."""
+    """Reject values from torchtitan that this toolkit does not support."""
     return [
         run.problem(field.key, mark.reason, f"set {field.name} = {format_toml(field.default)}, the default")
         for field in run.config.present_fields()
@@ -49,7 +49,8 @@ def supported_options(run: PlannedRun) -> list[Problem]:
 
 
 def _lacking(run: PlannedRun, field: Field) -> list[OnlyWith]:
-    """Return marks of ``field`` of which one would have to hold, those of its switches first."""
+    """Return the marks of ``field``, one of which must hold but none does; marks of its switches come
+    first."""
     lacking = []
     for mark in field.marks:
         if not isinstance(mark, OnlyWith):
@@ -83,7 +84,7 @@ def _turned_on(run: PlannedRun, mark: OnlyWith) -> str:
 
 @rule()
 def options_act(run: PlannedRun) -> list[Problem]:
-    """Check that keys which ask for something are read; others are only noted."""
+    """Check that keys that request something take effect; other unused keys are only noted."""
     problems = []
     for field in _set(run):
         with suppress(UnknownValue):  # the others are still checked
@@ -105,7 +106,7 @@ def _idle(run: PlannedRun, field: Field) -> list[Problem]:
 
 @note
 def options_notes(run: PlannedRun) -> list[str]:
-    """Note keys that are set but not read, grouped by the condition they need."""
+    """Note keys that are set but not used, grouped by the condition that they need."""
     idle = defaultdict(list)
     for field in _set(run):
         if lacking := _lacking(run, field):
@@ -120,7 +121,7 @@ def options_notes(run: PlannedRun) -> list[str]:
 
 @rule()
 def device_available(run: PlannedRun) -> list[Problem]:
-    """Check that a run which asks for GPUs has them: it does not fall back to the CPU."""
+    """Check that a run that requests GPUs has them: it does not fall back to the CPU."""
     if run.config.training.device != "cuda" or run.hardware.device == "cuda":
         return []
     fix = 'make one visible to nvidia-smi (driver, PATH, CUDA_VISIBLE_DEVICES), or set it to "auto" or "cpu"'

@@ -24,7 +24,7 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
-"""Keys for the number of layers that embedding and head count as."""
+"""Keys that give the cost of embedding and head in layers."""
 _SHOWN = 4
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _SIZE = "parallelism.pipeline_parallel_microbatch_size"
@@ -69,7 +69,8 @@ def _needs(schedule: Schedule, pp: int) -> str:
 
 @rule()
 def stages_not_empty(run: PlannedRun) -> list[Problem]:
-    """Check that each stage has a block, the embedding or the head, and room for what those two count as."""
+    """Check that each stage has a block, the embedding or the head, given the cost in layers of the latter
+    two."""
     options = run.config.parallelism
     if run.stages is None or run.model is None or options.module_fqns_per_model_part is not None:
         return []
@@ -93,7 +94,7 @@ def stages_not_empty(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def stage_modules_match_model(run: PlannedRun) -> list[Problem]:
-    """Check that stages named by hand contain each module once, in forward order."""
+    """Check that manually named stages contain each module once, in forward order."""
     parts = run.config.parallelism.module_fqns_per_model_part
     if parts is None or run.model is None:
         return []
@@ -170,7 +171,7 @@ def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
 
 @rule()
 def split_backward_keeps_parameters(run: PlannedRun) -> list[Problem]:
-    """Check that a split backward finds unsharded parameters: for freed ones torch drops the gradients."""
+    """Check that parameters stay unsharded for a split backward: torch drops the gradients of freed ones."""
     options = run.config.parallelism
     if run.pp == 1 or reshard_after_forward(options) == "never" or not _splits_backward(run):
         return []
@@ -190,8 +191,8 @@ def split_backward_keeps_parameters(run: PlannedRun) -> list[Problem]:
 def split_backward_computes_again(run: PlannedRun) -> list[Problem]:
     """Check that no block needs its saved tensors twice.
 
-    Selective checkpointing returns each saved tensor once, but a split backward needs it twice. For compiled
-    blocks both are part of one graph.
+    Selective checkpointing returns each saved tensor once, but a split backward needs it twice. In compiled
+    blocks, both halves are part of one graph.
     """
     if run.pp == 1 or not _computes_operations_again(run) or not _splits_backward(run):
         return []
@@ -207,7 +208,7 @@ def split_backward_computes_again(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def split_backward_of_compiled_code(run: PlannedRun) -> list[Problem]:
-    """Check that torch can split the backward of compiled code, an autograd.Function, which needs 2.13."""
+    """Check that torch can split the backward of compiled code (an autograd.Function), which needs 2.13."""
     version = torch_before((2, 13))
     if version is None or run.pp == 1 or not run.config.compile.enable or not _splits_backward(run):
         return []
@@ -220,7 +221,7 @@ def split_backward_of_compiled_code(run: PlannedRun) -> list[Problem]:
 
 
 def _computes_operations_again(run: PlannedRun) -> bool:
-    """Return whether operators of uncompiled blocks are recomputed selectively."""
+    """Return whether operators of uncompiled blocks are selectively recomputed."""
     return run.config.activation_checkpoint.by_operator and not run.config.compile.blocks
 
 
@@ -242,7 +243,7 @@ def _splits_backward(run: PlannedRun) -> bool:
 
 @rule()
 def v_shape_runs_here(run: PlannedRun) -> list[Problem]:
-    """Check that a V-shaped schedule needs no send to the own rank, which torch before 2.13 does by gloo."""
+    """Check that a V-shaped schedule does not send to its own rank through gloo, which needs torch 2.13."""
     if run.pp == 1 or not run.schedule.v_shaped or run.hardware.device != "cpu":
         return []
     version = torch_before((2, 13))
@@ -255,7 +256,8 @@ def v_shape_runs_here(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def early_step_without_pipeline(run: PlannedRun) -> list[Problem]:
-    """Check that gradients are not freed early: a pipeline sums them over all micro-batches first."""
+    """Check that updates in backward are off, because a pipeline first sums gradients over all
+    micro-batches."""
     if run.pp == 1 or not run.config.optimizer.early_step_in_backward:
         return []
     rule = "a pipeline completes its gradients only after all micro-batches: none can be freed earlier"
@@ -264,7 +266,7 @@ def early_step_without_pipeline(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def base_has_a_file(run: PlannedRun) -> list[Problem]:
-    """Check that torch's base classes of schedules, which have no order of their own, come with a file."""
+    """Check that torch's base classes of schedules, which define no order, are used with a schedule file."""
     options = run.config.parallelism
     named = options.pipeline_parallel_schedule in BASES
     if run.pp == 1 or not named or options.pipeline_parallel_schedule_csv:
@@ -287,7 +289,8 @@ def _schedule_file(run: PlannedRun) -> tuple[str, str]:
 
 @rule()
 def schedule_file_is_there(run: PlannedRun) -> list[Problem]:
-    """Check that a schedule file can be read and has one line per rank. torch checks the rest on loading."""
+    """Check that a schedule file can be read and has one line per rank. torch checks the rest when it loads
+    it."""
     if run.pp == 1 or not run.config.parallelism.pipeline_parallel_schedule_csv:
         return []
     text, unreadable = _schedule_file(run)
@@ -301,7 +304,7 @@ def schedule_file_is_there(run: PlannedRun) -> list[Problem]:
 
 @note
 def pipeline_notes(run: PlannedRun) -> list[str]:
-    """Note idle time and duplicate computation."""
+    """Note idle time and redundant computation."""
     options, messages = run.config.parallelism, []
     file = options.pipeline_parallel_schedule_csv
     if run.pp == 1:
@@ -329,7 +332,7 @@ def _weights_of_block(run: PlannedRun) -> int:
 
 
 def _waiting(run: PlannedRun) -> list[str]:
-    """Note the fraction of a step that ranks idle, and how many micro-batches would reduce it."""
+    """Note the fraction of step time that ranks idle, and how many micro-batches would reduce it."""
     options, count, stages = run.config.parallelism, run.micro_batches, run.stages
     if options.pipeline_parallel_schedule_csv or count is None or stages is None:
         return []

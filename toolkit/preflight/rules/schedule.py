@@ -14,7 +14,7 @@ _TO_ZERO = ("linear", "sqrt", "cosine")
 
 
 def _both_set(run: PlannedRun, key: str, other: str, what: str) -> list[Problem]:
-    """Reject ``key`` together with ``other``, unless one was set closer to the user and replaces the
+    """Reject ``key`` together with ``other``, unless one was set closer to the user and so replaces the
     other."""
     config = run.config
     if not (is_set(config, key) and is_set(config, other)) or other in overridden_keys(config):
@@ -25,13 +25,13 @@ def _both_set(run: PlannedRun, key: str, other: str, what: str) -> list[Problem]
 
 @rule()
 def one_length(run: PlannedRun) -> list[Problem]:
-    """Check that the length of the run is set in either steps or epochs."""
+    """Check that the length of the run is set either in steps or in epochs."""
     return _both_set(run, "training.epochs", "training.steps", "the length of the run")
 
 
 @rule()
 def one_warmup(run: PlannedRun) -> list[Problem]:
-    """Check that the warmup is set in either steps or as a fraction."""
+    """Check that the warmup is set either in steps or as a fraction."""
     return _both_set(run, "lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "the warmup")
 
 
@@ -39,7 +39,8 @@ def one_warmup(run: PlannedRun) -> list[Problem]:
 def schedule_has_values(run: PlannedRun) -> list[Problem]:
     """Check that a registered schedule is non-negative at every step.
 
-    If the length is in epochs, only the first step is checked here: the number of steps is not known yet.
+    If the length is in epochs, only the first step is checked here, because the number of steps is not yet
+    known.
     """
     options, training = run.config.lr_scheduler, run.config.training
     if not is_registered(options):
@@ -51,7 +52,7 @@ def schedule_has_values(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def total_steps_act(run: PlannedRun) -> list[Problem]:
-    """Check that total_steps is used: a schedule without an end needs it only for warmup_ratio."""
+    """Check that total_steps has an effect: a schedule without an end needs it only for warmup_ratio."""
     options, key = run.config.lr_scheduler, "lr_scheduler.total_steps"
     if options.total_steps is None or options.decay_type not in _ENDLESS or options.warmup_ratio is not None:
         return []
@@ -61,7 +62,7 @@ def total_steps_act(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def learning_rate_above_zero(run: PlannedRun) -> list[Problem]:
-    """Check that no schedule ends before the run at a rate of 0, where it would stay."""
+    """Check that no schedule reaches a rate of 0 before the run ends, because it would stay there."""
     schedule, training = run.config.lr_scheduler, run.config.training
     if schedule.total_steps is None or schedule.decay_type not in _TO_ZERO or schedule.min_lr_factor > 0:
         return []
@@ -83,7 +84,7 @@ def learning_rate_above_zero(run: PlannedRun) -> list[Problem]:
 
 @note
 def schedule_notes(run: PlannedRun) -> list[str]:
-    """Note values that are replaced or shortened."""
+    """Note values that are overridden or shortened."""
     schedule, training = run.config.lr_scheduler, run.config.training
     messages = []
     if training.epochs and is_set(run.config, "training.steps"):

@@ -9,7 +9,7 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 @rule()
 def streams_one_text(run: PlannedRun) -> list[Problem]:
-    """Check that the options of the run support one text of unknown length."""
+    """Check that the run's options support a single text of unknown length."""
     config = run.config
     if not config.data.streaming:
         return []
@@ -40,7 +40,7 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
 
 @note
 def streaming_notes(run: PlannedRun) -> list[str]:
-    """Note the cost of streaming without workers, and options that it ignores."""
+    """Note the cost of streaming without workers, and the options that streaming ignores."""
     if not run.config.data.streaming:
         return []
     options = run.config.training.dataloader

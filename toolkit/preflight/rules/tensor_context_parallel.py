@@ -17,12 +17,12 @@ _PP = "parallelism.pipeline_parallel_degree"
 _ROTATE = "parallelism.context_parallel_rotate_method"
 _ASYNC = "parallelism.enable_async_tensor_parallel"
 _SYMMETRIC_MEMORY = 9.0
-"""Lowest compute capability of GPUs with the direct copies between devices that async TP uses."""
+"""Lowest compute capability of GPUs with direct device-to-device copies, which async TP uses."""
 
 
 @rule()
 def tensor_parallel_divides(run: PlannedRun) -> list[Problem]:
-    """Check that tensor parallelism divides the sizes of the model evenly."""
+    """Check that the tensor-parallel degree divides the model's sizes."""
     tp, model = run.config.parallelism.tensor_parallel_degree, run.model
     if model is None or tp == 1:
         return []
@@ -46,7 +46,7 @@ def _nearest_size(name: str, size: int, tp: int) -> int:
 
 @rule()
 def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
-    """Check that async TP, which inductor generates, has a compiler and GPUs that support it."""
+    """Check that async TP, whose code inductor generates, has a compiler and GPUs that support it."""
     options, compiling = run.config.parallelism, run.config.compile
     if not options.enable_async_tensor_parallel or options.tensor_parallel_degree == 1:
         return []
@@ -67,7 +67,8 @@ def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def sequence_divides(run: PlannedRun) -> list[Problem]:
-    """Check that context parallelism, and tensor parallelism within it, divide the sequence evenly."""
+    """Check that the sequence length is divisible over context parallelism, and within it over tensor
+    parallelism."""
     options = run.config.parallelism
     cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
     balanced = options.context_parallel_load_balancer is not None and cp > 1
@@ -94,7 +95,7 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
-    """Check that ring attention, which needs the flash kernel's log-sum-exp, can use that kernel."""
+    """Check that ring attention can use the flash kernel, whose log-sum-exp it needs."""
     if not _takes_ring(run):
         return []
     from toolkit.preflight.rules.attention import active_window
@@ -156,6 +157,6 @@ def tensor_notes(run: PlannedRun) -> list[str]:
 
 
 def _ranks_per_node() -> int | None:
-    """Return the number set by torchrun or by the user for a launch, which may run on other machines."""
+    """Return the ranks per node set by torchrun or by the user, possibly for a launch on other machines."""
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NGPU", "")
     return int(text) if is_number(text) else None

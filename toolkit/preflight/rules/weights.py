@@ -30,7 +30,7 @@ _IN_HF = "checkpoint.initial_load_in_hf"
 
 @rule()
 def weights_options_act(run: PlannedRun) -> list[Problem]:
-    """Check that options for loading and exporting Hugging Face folders go together."""
+    """Check that the options for loading and exporting Hugging Face folders are consistent."""
     options, problems = run.config.checkpoint, []
     if options.initial_load_in_hf and not options.initial_load_model_only:
         rule = "a Hugging Face folder contains only weights, not the optimizer, step and data position"
@@ -62,7 +62,7 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 
 @note
 def weights_notes(run: PlannedRun) -> list[str]:
-    """Note if another folder is read than the one given, or not all of it."""
+    """Note if a different folder is read than the given one, or only part of it."""
     start = run.start
     path = run.config.checkpoint.initial_load_path
     if start.weights is None:
@@ -120,7 +120,7 @@ def weights_match_model(run: PlannedRun) -> list[Problem]:
     except DataError:
         return []  # weights_readable reports it
     changed = [name for name, key in CHANGEABLE.items() if run.config.value(f"model.{key}") is not None]
-    if run.model.classifier:  # the run adds a head of its own
+    if run.model.classifier:  # the run adds its own head
         changed += ["classifier", "tie_embeddings"]
     differing = [
         field.name
@@ -163,13 +163,13 @@ def _makes_room(run: PlannedRun, theirs: ModelArgs) -> bool:
 
 @rule(DataError)
 def weights_readable(run: PlannedRun) -> list[Problem]:
-    """Check that the folder exists and that its tensors have the shapes given by its config.json."""
+    """Check that the folder exists and that its tensors have the shapes in its config.json."""
     start = run.start
     if start.weights is None:
         return []
     key, options = _weights_key(run), run.config.checkpoint
     if not start.weights.exists() and (options.initial_load_broadcast or key == _tokenizer_key(run)):
-        return []  # only rank 0's node may have it; a missing tokenizer folder is reported by another rule
+        return []  # possibly only rank 0's node has it; another rule reports a missing tokenizer folder
     wrong = instead_of_hugging_face(start.weights, run.config.value(key))
     if wrong:
         return [run.problem(key, *wrong, _IN_HF)]
@@ -194,8 +194,8 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def tokenizer_matches_weights(run: PlannedRun) -> list[Problem]:
-    """Check that the tokenizer is not smaller than the weights', in which case it is probably the wrong
-    one."""
+    """Check that the tokenizer is not smaller than the weights' own, which would mean that it is probably the
+    wrong one."""
     start = run.start
     if start.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
         return []
