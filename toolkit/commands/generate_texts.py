@@ -41,7 +41,7 @@ def _token_ids(tokenizer: Tokenizer, names: Sequence[str]) -> set[int]:
 
 
 class _Printer:
-    """Prints the texts of a batch on rank 0: streamed for a single prompt, else when complete."""
+    """Prints generated texts on rank 0: streamed for one prompt without --json, otherwise when complete."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompts: Sequence[str], *, as_json: bool, adapters: Sequence[str]

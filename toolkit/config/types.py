@@ -104,8 +104,8 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class Needs:
-    """Marks a key that is only read if ``what`` holds: a fact of :mod:`toolkit.preflight.rules.options`, or a
-    key that is set.
+    """Marks a key that is only read under a condition: ``what`` is a condition that
+    :mod:`toolkit.preflight.rules.options` defines, or another key that must be set.
 
     Of several such marks, all must hold. ``rejected`` is as in :class:`OnlyWith`.
     """

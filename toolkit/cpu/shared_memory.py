@@ -115,7 +115,7 @@ class SharedMemory:
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
     def meet(self, operation: str, size: int) -> GatherBarrier:
-        """Begin a barrier at an operation of ``size`` bytes."""
+        """Begin a barrier that checks that all ranks are at ``operation`` with ``size`` bytes."""
         barrier = GatherBarrier(self, operation, size)
         self.barriers += 1
         self.open.append(barrier)

@@ -1,7 +1,7 @@
 """Signal handling of processes that read or tokenize for a run. Imports no torch.
 
-A scheduler sends the stop signal to all processes of a run. The step in progress still needs the processes
-that prepare data, and so does the step in which the ranks agree to stop.
+A scheduler sends the stop signal to all processes of a run. Data workers must survive it, because the current
+step still needs them, and so does the step in which the ranks agree to stop.
 """
 
 from __future__ import annotations

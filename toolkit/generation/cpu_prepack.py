@@ -1,6 +1,6 @@
 """Prepack a model's weights for generation on a CPU (toolkit/cpu/prepacked.py) and fuse matmuls.
 
-Queries, keys and values become one matmul, and so do w1 and w3 of the feed-forward.
+The query, key and value projections are fused into one matmul, and so are w1 and w3 of the feed-forward.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class KVCache:
         """Return the inputs of :meth:`take`, which change between forwards of one token in fixed buffers: the
         columns to attend to (T,), the column of the next token (1,) and the padding of each row (B,).
 
-        On a CPU, T is a multiple of 64, or the capacity, and dynamic for the compiler; on CUDA it is the
-        capacity, for CUDA graphs.
+        On a CPU, T is the length rounded up to a multiple of 64, at most the capacity, and marked dynamic for
+        torch.compile. On CUDA, T is the capacity, because CUDA graphs need static shapes.
         """
         if self.padding.device.type != "cpu":
             return self.columns, self.column, self.padding

@@ -1,7 +1,8 @@
 """Report where a rank is when a run breaks down, then exit.
 
-A rank reports when a collective fails, or when its launcher asks (:data:`QUESTION`): a rank that waits in a
-collective does not return to Python until the timeout, and a rank in an endless loop never fails. A thread
+A rank reports when a collective fails, or when its launcher asks (:data:`QUESTION`). The launcher must ask,
+because a rank that is blocked in a collective does not return to Python until the timeout, and a rank in an
+infinite loop never fails. A thread
 answers the launcher. C code wakes it through a file descriptor on the signal, whatever the main thread is
 doing.
 """

@@ -203,7 +203,7 @@ class Trackio(Tracker):
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested config by their keys, such as ``training.steps``."""
+    """Flatten a nested config into a dict with dotted keys, such as ``training.steps``."""
     values: dict[str, Any] = {}
     for key, value in config.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -146,8 +146,8 @@ def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool)
     unsharded until then, in the reduce dtype. Parameters that are not resharded after forward ("never") also
     stay gathered until the next micro-batch.
 
-    torch's ``set_is_last_backward`` is not used: it skips the cleanup at the end of a backward, so the next
-    backward would prefetch past its first unit, an all-gather that nothing uses.
+    torch's ``set_is_last_backward(False)`` is not used: it skips FSDP's cleanup after a backward, so
+    prefetching in the next backward would issue an unused all-gather.
     """
     root = _fsdp(model)
     if parallelism.fsdp_sync_each_batch:

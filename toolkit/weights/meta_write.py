@@ -1,7 +1,7 @@
 """Write Meta folders with one weight file: consolidated.00.pth and params.json.
 
-torch writes the file's layout from tensors without data (``skip_data``); the data is then written one tensor
-at a time. A tied head is stored under its own name, as Meta's programs expect, and shares the embedding's
+torch writes the file's layout from fake tensors (``skip_data``); the data is then written one tensor at a
+time. A tied head is stored under its own name, as Meta's programs expect, and shares the embedding's
 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""The keys of accelerate's configuration outside of its tables for FSDP: devices, launch, precision, TPUs."""
+"""Keys of an accelerate config other than FSDP's: devices, launch, precision, TPUs."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ def _needs(schedule: Schedule, pp: int) -> str:
 
 @rule()
 def stages_not_empty(run: PlannedRun) -> list[Problem]:
-    """Check that each stage has a block, the embedding or the head, given the cost in layers of the latter
-    two."""
+    """Check that no stage is empty; embedding and head count as a configured number of layers."""
     options = run.config.parallelism
     if run.stages is None or run.model is None or options.module_fqns_per_model_part is not None:
         return []
