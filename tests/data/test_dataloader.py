@@ -388,6 +388,6 @@ def test_an_id_that_no_tokenizer_gave_is_refused_before_the_model_sees_it(num_wo
     batches = iter(_loader(replace(sound, n_words=int(sound.tokens.max()) + 1), num_workers=num_workers))
     assert len([next(batches) for _ in range(12)]) == 12  # an epoch
     damaged = replace(sound, n_words=int(sound.tokens.max()))
-    with pytest.raises(DataError, match=r"contains the id 92, .* 92 tokens\n  fix:  .*prepare_data --verify"):
+    with pytest.raises(DataError, match=r"contains the id 92, .* 92 tokens\n  fix:  .*prepare-data --verify"):
         for _ in islice(_loader(damaged, num_workers=num_workers, shuffle=False), 12):
             pass

@@ -134,7 +134,8 @@ def test_a_fake_step_leaves_no_table_behind(tmp_path: Path, monkeypatch: pytest.
     make = adamw_8bit._map.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(adamw_8bit, "_map", cached_tensors(make))
     config = small_config(tmp_path, optimizer={"name": "AdamW8bit"}, model={"dim": 256, "vocab_size": 256})
-    step_memory(config, model_args(config, tokenizer_vocab=256), ParallelDims(), 0, param_dtype=torch.float32)
+    args, one = model_args(config, tokenizer_vocab=256), ParallelDims(1, 1, 1, 1, 1)
+    step_memory(config, args, one, 0, param_dtype=torch.float32)
     arguments = "exp_avg", torch.float32, torch.device("cpu")
     for kept, fresh in zip(adamw_8bit._map(*arguments), make(*arguments), strict=True):
         assert torch.equal(kept, fresh)

@@ -15,13 +15,13 @@ from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
 from toolkit.weights.open import open_weights
 
-TOKENIZER = Path("tests/assets/tokenizer").resolve()
+ASSETS = Path("tests/assets").resolve()
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     model = write_model(tmp_path)
-    shutil.copy(next(TOKENIZER.glob("tokenizer.*")), model)
+    shutil.copy(next((ASSETS / "tokenizer").glob("tokenizer.*")), model)
     return model
 
 
@@ -41,7 +41,7 @@ def test_a_hugging_face_folder_has_its_own_tokenizer_or_none(model: Path, tmp_pa
 def test_what_is_handed_on_says_as_the_run_whether_texts_begin_with_bos(name: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    given = TOKENIZER.parent / name
+    given = ASSETS / name
     assert load_tokenizer(given).adds_bos
     for file, content in tokenizer_companions(given, add_bos=False).files.items():
         (tmp_path / file).write_bytes(content)
@@ -57,7 +57,7 @@ def test_a_text_ends_where_the_chat_template_ends_an_answer(tmp_path: Path, plac
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     tokens = ["<|assistant|>", "<|done|>"]
-    original = TOKENIZER.parent / "tokenizer_json"
+    original = ASSETS / "tokenizer_json"
     copy = extend_tokenizer(original, tmp_path, tokens=tokens)
     tokenizer = load_tokenizer(copy)
     alone = [*tokenizer.stop_ids]

@@ -1,5 +1,5 @@
-"""The configs that ship with the toolkit (``train_configs/``), by name: ``llama3_8b``,
-``fine_tune/llama3_8b_lora``. Imports no torch."""
+"""The configs that ship with the toolkit (``train_configs/``), by name: ``debug_model``,
+``fine_tune/chat``. Imports no torch."""
 
 from __future__ import annotations
 
