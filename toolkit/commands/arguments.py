@@ -9,12 +9,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from toolkit.commands import NAME
 from toolkit.config.custom_import import import_module
 from toolkit.config.local_paths import expand_user, path_problem
 from toolkit.config.types import MAX_RANKS
 from toolkit.config.values import Setting
 from toolkit.errors import ConfigError, Problem, ToolkitError, redact
+
+
+def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of a subcommand whose help is the docstring of its module: the first line above the
+    arguments, the rest below them. ``options`` are those of ArgumentParser."""
+    summary, _, rest = (doc or "").partition("\n")
+    return argparse.ArgumentParser(
+        prog=f"{NAME} {name}",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+
 
 TEXT_FLAGS = {"training.dataset_path": "--text", "data.text_column": "--text-column"}
 """Flags of commands that read text, for the config keys in its messages."""

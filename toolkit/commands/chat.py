@@ -25,7 +25,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from toolkit.commands.arguments import add_model_arguments, add_sampling_arguments
+from toolkit.commands.arguments import add_model_arguments, add_sampling_arguments, command_parser
 from toolkit.config.values import parse
 from toolkit.errors import EXIT_FINISHED, ToolkitError, report
 from toolkit.launcher.environment import is_reporting_rank
@@ -33,13 +33,7 @@ from toolkit.models.registry import chat_formats
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit chat",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("chat", __doc__)
     add_model_arguments(parser)
     add = parser.add_argument
     add("--system", metavar="TEXT", help="the system prompt")

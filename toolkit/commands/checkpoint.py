@@ -29,7 +29,7 @@ from toolkit.checkpoint.manifest import (
     step_numbers,
 )
 from toolkit.checkpoint.retention import step_storage, steps_to_delete
-from toolkit.commands.arguments import any_path
+from toolkit.commands.arguments import any_path, command_parser
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -196,13 +196,7 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit checkpoint",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("checkpoint", __doc__)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list").add_argument("folder", type=any_path)

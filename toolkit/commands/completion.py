@@ -9,14 +9,14 @@ Completes commands, presets, flags, config keys and those of their values that c
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout, suppress
 from typing import Literal, get_args, get_origin
 
-from toolkit.commands import COMMANDS, NAME
+from toolkit.commands import COMMANDS
+from toolkit.commands.arguments import command_parser
 from toolkit.config import presets
 from toolkit.config.schema import fields, find_field
 from toolkit.errors import EXIT_FINISHED
@@ -91,13 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["words"]:  # as the scripts call it
         print("\n".join(candidates(argv[1:])))
         return EXIT_FINISHED
-    description, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog=f"{NAME} completion",
-        description=description,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("completion", __doc__)
     parser.add_argument("shell", choices=tuple(SCRIPTS), metavar="SHELL")
     print(SCRIPTS[parser.parse_args(argv).shell], end="")
     return EXIT_FINISHED

@@ -9,13 +9,12 @@ Every command takes a preset by name where it takes a config. A copy that extend
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import local_path
+from toolkit.commands.arguments import command_parser, local_path
 from toolkit.config import presets
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, did_you_mean
 
@@ -70,13 +69,7 @@ def copy(name: str, file: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
-    description, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit configs",
-        description=description,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("configs", __doc__)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list")
     actions.add_parser("show").add_argument("name", metavar="NAME")

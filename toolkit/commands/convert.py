@@ -31,7 +31,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from toolkit.commands.arguments import add_custom_import, any_path, local_path
+from toolkit.commands.arguments import add_custom_import, any_path, command_parser, local_path
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.launcher.signals import Stopped
 
@@ -40,13 +40,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit convert",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("convert", __doc__)
     add_custom_import(parser)
     parser.add_argument("way", choices=_WAYS, metavar="WAY")
     parser.add_argument("source", type=any_path, metavar="IN")

@@ -10,14 +10,13 @@ keys.
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import preflight
-from toolkit.commands.arguments import add_custom_import, local_path, output_file, ranks
+from toolkit.commands.arguments import add_custom_import, command_parser, local_path, output_file, ranks
 from toolkit.commands.plot import pyplot, write_html
 from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, ToolkitError, report
@@ -171,11 +170,7 @@ def _plan(run: PlannedRun, machine: Machine) -> tuple[StepMemory, StepTime]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit draw-plan", description=summary, epilog=rest, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("draw-plan", __doc__, allow_abbrev=False)
     add_custom_import(parser)
     parser.add_argument("config", metavar="CONFIG", type=local_path, help="a TOML")
     parser.add_argument("--gpu", required=True, metavar="KIND", help="such as h100")

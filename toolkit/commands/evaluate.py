@@ -30,6 +30,7 @@ from toolkit.commands.arguments import (
     TEXT_FLAGS,
     add_bos_argument,
     add_model_arguments,
+    command_parser,
     count,
     flags_named,
     local_path,
@@ -73,14 +74,7 @@ _OF_TRAINING = ("training.", "data.mixture.")
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit evaluate",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("evaluate", __doc__, allow_abbrev=False)
     add_model_arguments(parser)
     add_bos_argument(parser)
     add = parser.add_argument

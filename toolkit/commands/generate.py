@@ -29,6 +29,7 @@ from toolkit.commands.arguments import (
     add_bos_argument,
     add_model_arguments,
     add_sampling_arguments,
+    command_parser,
     count,
     local_path,
 )
@@ -42,13 +43,7 @@ _JSON_FIX = 'write {"prompt": "a text"}, one object a line'
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit generate",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("generate", __doc__)
     add_model_arguments(parser)
     add_bos_argument(parser)
     add = parser.add_argument

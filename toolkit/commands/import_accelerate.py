@@ -23,7 +23,7 @@ from typing import Any
 
 from toolkit.commands.accelerate.meaning import Refused, number
 from toolkit.commands.accelerate.read import ALIASES, KEYS, TABLES, Given, read_file, read_trainer
-from toolkit.commands.arguments import local_path
+from toolkit.commands.arguments import command_parser, local_path
 from toolkit.config.schema import fields_by_key
 from toolkit.config.values import format_toml
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, did_you_mean, one_line, report
@@ -200,14 +200,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit import-accelerate",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("import-accelerate", __doc__, allow_abbrev=False)
     add = parser.add_argument
     add("file", nargs="?", type=local_path, metavar="FILE", help="what `accelerate config` wrote")
     add(

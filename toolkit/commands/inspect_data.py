@@ -20,14 +20,13 @@ tokenizer, 1 any other error.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import preflight
-from toolkit.commands.arguments import count, local_path
+from toolkit.commands.arguments import command_parser, count, local_path
 from toolkit.commands.prepare_data import check
 from toolkit.config import asks_for_tracebacks
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
@@ -44,13 +43,10 @@ def _write(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit inspect-data",
+    parser = command_parser(
+        "inspect-data",
+        __doc__,
         usage="%(prog)s CONFIG [--table.key VALUE ...] [--samples N] [--html FILE] …",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--samples", type=count, default=3, metavar="N", help="default: 3")

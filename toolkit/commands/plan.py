@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.commands.arguments import add_custom_import, local_path, ranks
+from toolkit.commands.arguments import add_custom_import, command_parser, local_path, ranks
 from toolkit.config import Config, load_config
 from toolkit.config.types import MAX_RANKS
 from toolkit.config.values import format_toml
@@ -45,14 +45,7 @@ _GIB = 2**30
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit plan",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("plan", __doc__, allow_abbrev=False)
     add = parser.add_argument
     add_custom_import(parser)
     add("config", metavar="CONFIG", type=local_path, help="a TOML file or a preset")

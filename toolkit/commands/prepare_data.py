@@ -21,14 +21,13 @@ corpus or tokenizer, 1 any other error.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 from collections.abc import Sequence
 
 from toolkit import preflight
-from toolkit.commands.arguments import count
+from toolkit.commands.arguments import command_parser, count
 from toolkit.config import Config, asks_for_tracebacks
 from toolkit.data.build import open_corpora, run_tokenizer
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
@@ -96,13 +95,10 @@ def prepare(config: Config, processes: int, *, verify: bool) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit prepare-data",
+    parser = command_parser(
+        "prepare-data",
+        __doc__,
         usage="%(prog)s CONFIG [--table.key VALUE ...] [--processes N] [--verify]",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

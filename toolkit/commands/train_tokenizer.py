@@ -14,7 +14,6 @@ special tokens. The same text gives the same files.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import json
@@ -24,7 +23,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from toolkit.commands.arguments import flags_named, local_path, local_path_text
+from toolkit.commands.arguments import command_parser, flags_named, local_path, local_path_text
 from toolkit.data.find_files import open_text
 from toolkit.data.sources import open_corpus
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, one_line, printable
@@ -183,13 +182,7 @@ def run(corpus: Iterable[str], form: str, size: int) -> bytes:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit train-tokenizer",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("train-tokenizer", __doc__)
     parser.add_argument(
         "--corpus",
         type=local_path_text,

@@ -13,9 +13,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
-EMBEDDED = "embedded"
-"""The tokenizer and the corpus that are included, as values of model.hf_assets_path and training.dataset."""
-_EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "data/embedded/tokenizer"
+EMBEDDED_TOKENIZER = "embedded"
+"""The value of model.hf_assets_path for the included tokenizer."""
+_TOKENIZER_FOLDER = Path(__file__).parents[1] / "data/embedded/tokenizer"
 _TORCHTITANS_TOKENIZER = "./tests/assets/tokenizer"
 _NAME_BYTES, _PATH_BYTES = 255, 4095  # limits of Linux
 
@@ -33,10 +33,10 @@ def expand_user(path: str | os.PathLike[str], *, inside: Path | None = None) -> 
 
 
 def assets_folder(path: str) -> Path:
-    """Return the folder of ``model.hf_assets_path``. :data:`EMBEDDED` is the included tokenizer, and so is
-    the default of torchtitan's configs where there is no such folder."""
-    if path == EMBEDDED or (path == _TORCHTITANS_TOKENIZER and not os.path.exists(path)):
-        return _EMBEDDED_TOKENIZER
+    """Return the folder of ``model.hf_assets_path``: that of the included tokenizer for
+    :data:`EMBEDDED_TOKENIZER`, and for the default of torchtitan's configs where there is no such folder."""
+    if path == EMBEDDED_TOKENIZER or (path == _TORCHTITANS_TOKENIZER and not os.path.exists(path)):
+        return _TOKENIZER_FOLDER
     return expand_user(path)
 
 

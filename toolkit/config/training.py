@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field as Constraint
 
-from toolkit.config.local_paths import EMBEDDED
+from toolkit.config.local_paths import EMBEDDED_TOKENIZER
 from toolkit.config.types import (
     FLOAT8,
     AutoOrBatchSize,
@@ -43,7 +43,7 @@ class Model(Table):
     flavor: str | None = None
     """Size within the family, such as 8B. debugmodel takes its vocabulary size from the tokenizer. None:
     debugmodel."""
-    hf_assets_path: Annotated[str, LocalPath()] = EMBEDDED
+    hf_assets_path: Annotated[str, LocalPath()] = EMBEDDED_TOKENIZER
     """Folder with the tokenizer (tokenizer.model or tokenizer.json) and config.json, in Hugging Face
     layout; embedded: the tokenizer that is included, of 4,096 tokens."""
     tokenizer_path: Annotated[str | None, LocalPath()] = None
