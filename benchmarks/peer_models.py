@@ -24,7 +24,7 @@ from toolkit.cpu.memory import keep_freed_memory
 from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
-from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.args import ModelArgs, RopeScaling
 from toolkit.models.common.parameter_table import Init
 from toolkit.models.parameters import init_rule, parameter_shapes, table
 from toolkit.models.registry import resolve
@@ -185,7 +185,7 @@ def theirs(case: Case) -> Step:
 def _their_config(args: ModelArgs) -> Any:
     from transformers import LlamaConfig
 
-    assert args.rope_scaling is not None
+    assert isinstance(args.rope_scaling, RopeScaling)
     rope = {
         "rope_type": "llama3",
         "rope_theta": args.rope_theta,

@@ -16,9 +16,9 @@ from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from toolkit.errors import DataError
-from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.common.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 from toolkit.models.common.hf_config import generation_config_json
-from toolkit.models.common.rope import rope_frequencies
+from toolkit.models.common.rope import attention_factor, rope_frequencies
 from toolkit.models.llama import SPEC
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.on_disk import read_hf_config
@@ -31,6 +31,12 @@ SMALL = ModelArgs(
 EVERY = {
     f"{name} {flavor}": args for name, flavors in PRESETS.items() for flavor, args in flavors.items()
 } | {"every field unlike its default": SMALL}
+SCALED = {
+    "linear": LinearScaling(4.0),
+    "yarn": YarnScaling(4.0, 1000),
+    "yarn, every field unlike its default": YarnScaling(8.0, 500, 16.0, 2.0, 1.25, False),
+}
+EVERY |= {name: replace(SMALL, rope_scaling=scaling) for name, scaling in SCALED.items()}
 
 
 def written(folder: Path, fields: dict[str, Any]) -> Path:
@@ -58,8 +64,9 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(args: ModelArgs,
     )
     assert (theirs.head_dim, theirs.tie_word_embeddings) == (args.head_dim, args.tie_embeddings)
     assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (args.norm_eps, args.max_seq_len)
-    found = LlamaRotaryEmbedding(theirs).inv_freq
-    torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+    rotary = LlamaRotaryEmbedding(theirs)
+    torch.testing.assert_close(rotary.inv_freq, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+    assert rotary.attention_scaling == pytest.approx(attention_factor(args), rel=1e-12)
 
     saved = tmp_path / "saved"
     theirs.save_pretrained(saved)
@@ -110,13 +117,21 @@ def test_an_absent_field_is_what_it_is_for_transformers(key: str, tmp_path: Path
             "rope_theta": 2e4,
             "rope_scaling": {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4},
         },
+        {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 3}},
+        {"rope_theta": 2e4, "rope_scaling": {"type": "yarn", "factor": 4}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 2e4, "beta_fast": None}},
+        {
+            "rope_theta": 2e4,
+            "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.5},
+        },
     ],
 )
 def test_forms_of_rope(rope: dict[str, Any], tmp_path: Path) -> None:
     fields = {key: value for key, value in as_json().items() if not key.startswith("rope")} | rope
     args = read_hf_config(written(tmp_path, fields))
-    found = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
-    torch.testing.assert_close(found, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+    rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(rotary.inv_freq, rope_frequencies(args).float(), rtol=2e-6, atol=0)
+    assert rotary.attention_scaling == pytest.approx(attention_factor(args), rel=1e-12)
 
 
 PUBLISHED = {
@@ -171,8 +186,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (as_json(rope_theta=float("inf")), "rope_theta = Infinity: must be a positive number"),
         (as_json(rms_norm_eps=float("nan")), "rms_norm_eps = NaN: must be a positive number"),
         (as_json(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
-        (as_json(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 'rope_scaling.rope_type = "yarn"'),
-        (as_json(rope_scaling={"type": "linear", "factor": 4.0}), 'rope_scaling.type = "linear"'),
+        (as_json(rope_scaling={"rope_type": "dynamic", "factor": 4.0}), 'rope_scaling.rope_type = "dynamic"'),
+        (as_json(rope_scaling={"rope_type": "yarn"}), "rope_scaling.factor is missing"),
+        (as_json(rope_scaling={"type": "yarn", "factor": 4}, rope_theta=1.0), "must be above 1 for YaRN"),
         (as_json(rope_scaling={"rope_type": "llama3"}), "rope_scaling.factor is missing"),
         (as_json(rope_scaling=LLAMA3 | {"partial_rotary_factor": 0.5}), "rope_scaling.partial_rotary_factor"),
         (as_json(rope_scaling=4), "rope_scaling = 4: must be an object"),

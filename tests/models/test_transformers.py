@@ -1,5 +1,7 @@
 """The same numbers as transformers' LlamaForCausalLM, an implementation that is not ours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.small_llama import build, small, tokens_and_labels
-from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.args import LinearScaling, ModelArgs, YarnScaling
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.rope import rope_frequencies
 from toolkit.models.llama.args import PRESETS
@@ -28,7 +30,16 @@ OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output
 
 def config(args: ModelArgs) -> LlamaConfig:
     rope = dict(rope_type="default", rope_theta=args.rope_theta)
-    if (scaling := args.rope_scaling) is not None:
+    scaling = args.rope_scaling
+    if isinstance(scaling, LinearScaling):
+        rope |= dict(rope_type="linear", factor=scaling.factor)
+    elif isinstance(scaling, YarnScaling):
+        rope |= dict(
+            rope_type="yarn",
+            factor=scaling.factor,
+            original_max_position_embeddings=scaling.original_max_seq_len,
+        )
+    elif scaling is not None:
         rope |= dict(
             rope_type="llama3",
             factor=scaling.factor,
@@ -103,6 +114,25 @@ def test_logits_loss_and_gradients(name, kv_heads):
         # By norm: a single element may be as small as the rounding of the sum that made it.
         difference = their_layout(parameter_name, parameter.grad, args) - grad
         assert difference.norm() <= 1e-5 * grad.norm(), parameter_name
+
+
+@pytest.mark.parametrize("scaling", [LinearScaling(4.0), YarnScaling(8.0, 64)], ids=["linear", "yarn"])
+def test_logits_and_gradients_with_another_scaling(scaling):
+    args = replace(small("llama3.0"), rope_scaling=scaling, max_seq_len=512)
+    model = build(args, torch.float32)
+    reference = theirs(model)
+    tokens, _ = tokens_and_labels(2, 200)
+    logits = reference(input_ids=tokens).logits
+    ours = model(tokens)
+    torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
+    plain = build(replace(args, rope_scaling=None), torch.float32)(tokens)
+    assert (plain - logits).abs().max() > 0.01  # without scaling it is another model
+    for output in (ours, logits):
+        output.square().mean().backward()
+    mine, other = model.layers["0"].attention.wq.weight.grad, dict(reference.named_parameters())
+    expected = other[their_name("layers.0.attention.wq.weight")].grad
+    difference = their_layout("layers.0.attention.wq.weight", mine, args) - expected
+    assert difference.norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", PRESETS)

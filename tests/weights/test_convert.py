@@ -22,6 +22,7 @@ from toolkit.commands import convert as convert_weights
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
+from toolkit.generation.load import load_model
 from toolkit.io.locks import claim
 from toolkit.weights import convert as conversion_module
 from toolkit.weights import dcp_write, folder_write, hf_write
@@ -127,6 +128,31 @@ def test_meta_parts_become_one(parts: int, embedding_dim: int, tmp_path: Path) -
     _convert("dcp-to-meta", tmp_path / "dcp", tmp_path / "one", verify=True)
     found = torch.load(tmp_path / "one" / "consolidated.00.pth", weights_only=True)
     assert _same(found, tensors) and len(list((tmp_path / "one").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scalings_of_rope_that_meta_does_not_have(
+    rope: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FAMILY, "scaled", {"num_attention_heads": 4, "rope_parameters": rope})
+    theirs = save_transformers("scaled", tmp_path / "hf")
+    for way, start, end in (("hf-to-dcp", "hf", "dcp"), ("dcp-to-hf", "dcp", "back")):
+        assert convert_weights.main([way, str(tmp_path / start), str(tmp_path / end)]) == EXIT_FINISHED
+    checkpoint = tmp_path / "dcp" / "step-0"
+    sources = [open_weights(place) for place in (tmp_path / "hf", checkpoint, tmp_path / "back")]
+    assert len({source.args for source in sources}) == 1
+    tokens = torch.arange(90)[None]
+    loaded = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+    torch.testing.assert_close(loaded.model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert convert_weights.main(["hf-to-meta", str(tmp_path / "hf"), str(tmp_path / "meta")]) == EXIT_DATA
+    assert "which Meta's format does not support" in capsys.readouterr().err
 
 
 def test_a_tied_head_is_in_metas_file_and_takes_no_room(tmp_path: Path) -> None:

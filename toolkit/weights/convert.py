@@ -24,6 +24,7 @@ from toolkit.finetune.open_adapter import open_adapted, with_adapter
 from toolkit.finetune.saved_adapter import Adapter
 from toolkit.io.work_folder import reject_existing
 from toolkit.launcher.environment import threads
+from toolkit.models.common.args import RopeScaling
 from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 from toolkit.weights.dcp_write import write_dcp
@@ -135,6 +136,9 @@ def prepare(
     if to == "meta" and spec(original.args.family).meta_params() is None:
         family = spec(original.args.family).hf_config().display_name
         raise DataError(f"{path} is {family}, which Meta's format does not support")
+    scaling = original.args.rope_scaling
+    if to == "meta" and not isinstance(scaling, RopeScaling | None):
+        raise DataError(f"{path} scales RoPE by {scaling}, which Meta's format does not support")
     if classifier := original.args.classifier:
         if to == "meta":
             raise DataError(f"{path} is a classifier, which Meta's format does not support")

@@ -23,7 +23,14 @@ from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.io.json_fields import Fields, check_heads, is_count
-from toolkit.models.common.args import Classifier, ModelArgs, RopeScaling
+from toolkit.models.common.args import (
+    Classifier,
+    LinearScaling,
+    ModelArgs,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
 from toolkit.models.common.spec import CONFIG, PARAMS
 from toolkit.models.on_disk import EXPORTS
 from toolkit.models.registry import families
@@ -82,14 +89,7 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         **counts,
         norm_eps=given.positive("norm_eps", ModelArgs.norm_eps),
         rope_theta=given.positive("rope_theta", ModelArgs.rope_theta),
-        rope_scaling=None
-        if scaling is None
-        else RopeScaling(
-            scaling.positive("factor"),
-            scaling.positive("low_freq_factor", RopeScaling.low_freq_factor),
-            scaling.positive("high_freq_factor", RopeScaling.high_freq_factor),
-            scaling.count("original_max_seq_len", RopeScaling.original_max_seq_len),
-        ),
+        rope_scaling=None if scaling is None else _scaling(scaling),
         max_seq_len=given.count("max_seq_len", ModelArgs.max_seq_len),
         tie_embeddings=given.flag("tie_embeddings"),
         qk_norm=given.flag("qk_norm"),
@@ -108,6 +108,28 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     except DataError as error:
         raise CheckpointError(str(error)) from None
     return args
+
+
+def _scaling(given: Fields) -> Scaling:
+    """Read a scaling, of the class that has its fields."""
+    factor = given.positive("factor")
+    if given.values.keys() == {"factor"}:
+        return LinearScaling(factor)
+    if "beta_fast" in given.values:
+        return YarnScaling(
+            factor,
+            given.count("original_max_seq_len"),
+            given.positive("beta_fast"),
+            given.positive("beta_slow"),
+            given.positive("attention_factor", 0.0) or None,
+            given.flag("truncate", YarnScaling.truncate),
+        )
+    return RopeScaling(
+        factor,
+        given.positive("low_freq_factor", RopeScaling.low_freq_factor),
+        given.positive("high_freq_factor", RopeScaling.high_freq_factor),
+        given.count("original_max_seq_len", RopeScaling.original_max_seq_len),
+    )
 
 
 def _classifier(given: Fields) -> Classifier | None:

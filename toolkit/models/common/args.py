@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +18,38 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Division of positions by ``factor`` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071) for a context ``factor`` times the original one.
+
+    Frequencies with at least ``beta_fast`` turns in the original context are kept, those with at most
+    ``beta_slow`` are divided by ``factor``, and those in between are interpolated by index; ``truncate``
+    rounds the bounds outwards. Rotations are multiplied by ``attention_factor``; None: 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    original_max_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+def yarn_factor(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's factor of rotations for a context ``factor`` times longer."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +81,7 @@ class ModelArgs:
     head_dim: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     max_seq_len: int = 4096
     tie_embeddings: bool = False
     qk_norm: bool = False
@@ -105,7 +138,7 @@ def override_args(
     return args
 
 
-def _scaling(base: ModelArgs, factor: float) -> RopeScaling | None:
+def _scaling(base: ModelArgs, factor: float) -> Scaling | None:
     if factor == 1:
         return None
     if base.rope_scaling is not None:

@@ -15,7 +15,15 @@ from typing import Any
 
 from toolkit.config.types import MAX_LAYERS
 from toolkit.io.json_fields import Fields, check_heads
-from toolkit.models.common.args import Classifier, ModelArgs, RopeScaling
+from toolkit.models.common.args import (
+    Classifier,
+    LinearScaling,
+    ModelArgs,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+    yarn_factor,
+)
 
 GENERATION_CONFIG = "generation_config.json"
 _ONE_LABEL = "single_label_classification"
@@ -143,15 +151,7 @@ class HFConfig:
             "num_key_value_heads": args.n_kv_heads,
             "pad_token_id": pad,
             "rms_norm_eps": args.norm_eps,
-            "rope_scaling": None
-            if scaling is None
-            else {
-                "factor": scaling.factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-                "rope_type": "llama3",
-            },
+            "rope_scaling": None if scaling is None else _scaling_fields(scaling),
             "rope_theta": args.rope_theta,
             "tie_word_embeddings": args.tie_embeddings,
             "torch_dtype": dtype,
@@ -220,7 +220,7 @@ class HFConfig:
             if values.get(key, 1) != 1:
                 fields.reject(key, f"must be 1: {why.format(it=self.display_name)}")
 
-    def _rope(self, fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
+    def _rope(self, fields: Fields, max_seq_len: int) -> tuple[float, Scaling | None]:
         """Read theta and the scaling from either format, with transformers 5's precedence."""
         rope = fields.inner("rope_scaling") or fields.inner("rope_parameters")
         theta = fields.positive("rope_theta", 10000.0)
@@ -236,16 +236,55 @@ class HFConfig:
             if any(isinstance(value, dict) for value in rope.values.values()):
                 fields.reject(rope.where.rstrip("."), "every layer must have the same RoPE parameters")
             return theta, None
-        if kind != "llama3":
-            rope.reject(key, 'must be "default" or "llama3"')
-            return theta, None
         original = fields.count("original_max_position_embeddings", max_seq_len)
+        if kind == "linear":
+            return theta, LinearScaling(rope.positive("factor"))
+        if kind == "yarn":
+            if theta <= 1:
+                fields.reject("rope_theta", "must be above 1 for YaRN")
+            return theta, _read_yarn(rope, original)
+        if kind != "llama3":
+            rope.reject(key, 'must be "default", "linear", "yarn" or "llama3"')
+            return theta, None
         return theta, RopeScaling(
             factor=rope.positive("factor"),
             low_freq_factor=rope.positive("low_freq_factor"),
             high_freq_factor=rope.positive("high_freq_factor"),
             original_max_seq_len=rope.count("original_max_position_embeddings", original),
         )
+
+
+def _read_yarn(rope: Fields, original: int) -> YarnScaling:
+    factor = rope.positive("factor")
+    chosen = rope.positive("attention_factor", 0.0) or None
+    mscale, of_all = rope.positive("mscale", 0.0), rope.positive("mscale_all_dim", 0.0)
+    if chosen is None and mscale and of_all:
+        chosen = yarn_factor(factor, mscale) / yarn_factor(factor, of_all)
+    return YarnScaling(
+        factor=factor,
+        original_max_seq_len=rope.count("original_max_position_embeddings", original),
+        beta_fast=rope.positive("beta_fast", YarnScaling.beta_fast),
+        beta_slow=rope.positive("beta_slow", YarnScaling.beta_slow),
+        attention_factor=chosen,
+        truncate=rope.flag("truncate", YarnScaling.truncate),
+    )
+
+
+def _scaling_fields(scaling: Scaling) -> dict[str, Any]:
+    if isinstance(scaling, LinearScaling):
+        return {"factor": scaling.factor, "rope_type": "linear"}
+    fields: dict[str, Any] = {
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_seq_len,
+    }
+    if isinstance(scaling, YarnScaling):
+        fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "rope_type": "yarn"}
+        fields |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+        fields |= {} if scaling.truncate else {"truncate": False}
+    else:
+        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        fields["rope_type"] = "llama3"
+    return dict(sorted(fields.items()))
 
 
 def generation_config_json(

@@ -12,15 +12,45 @@ import torch
 from torch import Tensor
 
 from toolkit.fused import Fused
-from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.common.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling, yarn_factor
 
 
 def rope_frequencies(args: ModelArgs, device: torch.device | None = None) -> Tensor:
-    """Return the frequency of each pair in radians per position, (P,) fp64, with Llama 3.1's scaling if
-    set."""
+    """Return the frequency of each pair in radians per position: (P,) fp64, scaled if the model is."""
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim
     frequencies = args.rope_theta**-exponents
-    return frequencies if args.rope_scaling is None else _scale(frequencies, args.rope_scaling)
+    match args.rope_scaling:
+        case None:
+            return frequencies
+        case LinearScaling(factor):
+            return frequencies / factor
+        case YarnScaling() as yarn:
+            return _scale_yarn(frequencies, yarn, args.rope_theta)
+        case scaling:
+            return _scale(frequencies, scaling)
+
+
+def attention_factor(args: ModelArgs) -> float:
+    """Return the factor of cos and sin: that of YaRN, else 1."""
+    if not isinstance(yarn := args.rope_scaling, YarnScaling):
+        return 1.0
+    return yarn_factor(yarn.factor) if yarn.attention_factor is None else yarn.attention_factor
+
+
+def _scale_yarn(frequencies: Tensor, yarn: YarnScaling, theta: float) -> Tensor:
+    n_pairs = len(frequencies)
+
+    def index(turns: float) -> float:
+        """Return the index of the pair that makes so many turns in the original context."""
+        return n_pairs * math.log(yarn.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = index(yarn.beta_fast), index(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * n_pairs - 1)
+    places = torch.arange(n_pairs, dtype=torch.float64, device=frequencies.device)
+    divided = ((places - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies * (1 - divided + divided / yarn.factor)
 
 
 def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -32,7 +62,8 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rope_rotations(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of position·frequency for ``positions`` (S,) or (B, S): (… S, 1, P, 2).
+    """Return cos and sin of position·frequency for ``positions`` (S,) or (B, S): (… S, 1, P, 2), times
+    :func:`attention_factor`.
 
     The dtype is fp64 if ``dtype`` is, else fp32. Angles are computed in fp64: in fp32 they would be 0.008
     radians off at position 131,071. Recomputing them in each forward costs less than one norm. It avoids a
@@ -40,7 +71,10 @@ def rope_rotations(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Te
     """
     angles = positions.to(torch.float64)[..., None] * rope_frequencies(args, positions.device)
     precision = torch.promote_types(dtype, torch.float32)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).to(precision)[..., None, :, :]
+    rotations = torch.stack((angles.cos(), angles.sin()), dim=-1)
+    if (factor := attention_factor(args)) != 1:
+        rotations = rotations * factor
+    return rotations.to(precision)[..., None, :, :]
 
 
 def rotate(x_BSHE: Tensor, rotations: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.io.json_fields import Fields, check_heads, is_count, read_object
-from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.common.args import ModelArgs, RopeScaling, Scaling
 from toolkit.models.common.spec import PARAMS
 from toolkit.models.llama.args import PRESETS, meta_ffn_dim
 
@@ -102,13 +102,11 @@ def params_json(args: ModelArgs) -> dict[str, Any]:
         params["rope_theta"] = args.rope_theta
     if args.head_dim * args.n_heads != args.dim:
         params["head_dim"] = args.head_dim
-    if args.rope_scaling is not None and released.rope_scaling is not None:
+    if args.rope_scaling is not None:
         params["use_scaled_rope"] = True
-        params |= {
-            f"rope_{key}": value
-            for key, value in _scaling_fields(args.rope_scaling).items()
-            if value != _scaling_fields(released.rope_scaling)[key]
-        }
+        omitted = _scaling_fields(released.rope_scaling)
+        given = _scaling_fields(args.rope_scaling).items()
+        params |= {f"rope_{key}": value for key, value in given if value != omitted[key]}
     if args.max_seq_len != released.max_seq_len:
         params["max_seq_len"] = args.max_seq_len
     if args.tie_embeddings != released.tie_embeddings:
@@ -130,7 +128,8 @@ def _as_released(args: ModelArgs, *, scaled: bool) -> ModelArgs:
     )
 
 
-def _scaling_fields(scaling: RopeScaling) -> dict[str, float]:
+def _scaling_fields(scaling: Scaling | None) -> dict[str, float]:
+    assert isinstance(scaling, RopeScaling), "a conversion rejects other kinds"
     return {
         "scaling_factor": scaling.factor,
         "low_freq_factor": scaling.low_freq_factor,
@@ -139,8 +138,8 @@ def _scaling_fields(scaling: RopeScaling) -> dict[str, float]:
     }
 
 
-def _read_scaling(fields: Fields, released: RopeScaling | None) -> RopeScaling:
-    assert released is not None
+def _read_scaling(fields: Fields, released: Scaling | None) -> RopeScaling:
+    assert isinstance(released, RopeScaling)
     return RopeScaling(
         fields.positive("rope_scaling_factor", released.factor),
         fields.positive("rope_low_freq_factor", released.low_freq_factor),
