@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.errors import ConfigError, Problem, divisors, nearest_multiple
 
@@ -62,6 +62,43 @@ class Classifier:
 
 
 @dataclass(frozen=True)
+class MoEArgs:
+    """Mixture of experts in place of a block's feed-forward; names are torchtitan's.
+
+    A router gives each token a score for each expert, a softmax over experts or a sigmoid, and sends it to
+    the ``top_k`` experts with the largest scores. Their outputs are added, weighted by their scores: divided
+    by their sum if ``route_norm``, and multiplied by ``route_scale``.
+
+    Attributes:
+        ffn_dim: feed-forward width of an expert.
+        num_shared_experts: experts that every token passes; together they are one feed-forward.
+        expert_bias: whether each layer has a buffer that is added to the scores when experts are chosen, and
+            not when they are weighted (DeepSeek-V3, arXiv:2412.19437).
+        num_expert_groups, num_limited_groups: if not 0, experts are chosen among those of the
+            ``num_limited_groups`` groups with the largest scores.
+        first_dense: number of leading blocks without experts.
+        step: every ``step``-th block, of those after the dense ones, has experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_dim: int
+    num_shared_experts: int = 0
+    score_func: Literal["softmax", "sigmoid"] = "softmax"
+    route_norm: bool = False
+    route_scale: float = 1.0
+    expert_bias: bool = False
+    num_expert_groups: int = 0
+    num_limited_groups: int = 0
+    first_dense: int = 0
+    step: int = 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether block ``layer`` has experts."""
+        return layer >= self.first_dense and (layer - self.first_dense + 1) % self.step == 0
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """Hyperparameters of an architecture.
 
@@ -89,6 +126,7 @@ class ModelArgs:
     sliding_window: int | None = None
     family: str = "llama"
     classifier: Classifier | None = None
+    moe: MoEArgs | None = None
 
 
 def vocab_from_tokenizer(flavor: str) -> bool:
@@ -100,7 +138,7 @@ INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Module classes inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Module classes of a decoder that can be FSDP units."""
-_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier"}
+_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier", "moe"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 

@@ -20,11 +20,13 @@ class BlockOutput(NamedTuple):
     Under tensor and context parallelism, a rank sums over its shard of the sequence. The gradient of
     ``losses`` is added to the objective's gradient. ``losses`` and ``statistics`` are logged as means per
     token, summed over layers, under the names of :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`.
+    ``per_layer`` are tensors of any shape that are summed over tokens, but not over layers.
     """
 
     hidden: Tensor
     losses: Mapping[str, Tensor] = {}
     statistics: Mapping[str, Tensor] = {}
+    per_layer: Mapping[str, Tensor] = {}
 
 
 class BlockSums:
@@ -32,18 +34,26 @@ class BlockSums:
 
     Attributes:
         scale: scalar factor of the losses in backward; None outside a training step.
+        counts: whether to accumulate without gradients too, as a pass before the step does.
+        per_layer: sums of the blocks' tensors by name and layer.
     """
 
     def __init__(self) -> None:
         self.scale: Tensor | None = None
+        self.counts = False
         self.sums: dict[str, Tensor] = {}
+        self.per_layer: dict[tuple[str, str], Tensor] = {}
 
-    def hidden(self, output: Tensor | BlockOutput) -> Tensor:
+    def hidden(self, output: Tensor | BlockOutput, layer: str) -> Tensor:
         """Accumulate a block's losses and statistics; return its hidden states with the losses attached."""
         if isinstance(output, Tensor):
             return output
-        hidden, losses, statistics = output
-        if self.scale is None or not torch.is_grad_enabled():
+        hidden, losses, statistics, per_layer = output
+        training = self.scale is not None and torch.is_grad_enabled()
+        if training or self.counts:
+            for name, value in per_layer.items():
+                self.per_layer[name, layer] = self.per_layer.get((name, layer), 0) + value.detach().double()
+        if self.scale is None or not training:
             return hidden
         for name, value in (*losses.items(), *statistics.items()):
             self.sums[name] = self.sums.get(name, 0) + value.detach().double()

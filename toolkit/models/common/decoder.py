@@ -15,6 +15,7 @@ from toolkit.models.common.attention import AttentionBackend, AttentionMask, att
 from toolkit.models.common.block_output import BlockOutput, BlockSums
 from toolkit.models.common.classification_head import ClassificationHead
 from toolkit.models.common.lm_head import OutputHead
+from toolkit.models.common.moe import MoE
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rope_rotations, rotate
 from toolkit.models.common.swiglu import swiglu
@@ -35,7 +36,7 @@ class Decoder(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by index, so that names do not change when a pipeline stage drops blocks.
         self.layers = nn.ModuleDict(
-            {str(index): TransformerBlock(args, self.attention) for index in range(args.n_layers)}
+            {str(index): TransformerBlock(args, self.attention, index) for index in range(args.n_layers)}
         )
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
         self.output: OutputHead | None = (
@@ -70,8 +71,8 @@ class Decoder(nn.Module):
         if self.layers:  # a stage with only the embedding or the head needs no mask, which is large
             rotations = rope_rotations(self.args, positions, h_BSD.dtype)
             mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
-            for block in self.layers.values():
-                h_BSD = self.block_sums.hidden(block(h_BSD, rotations, mask))
+            for name, block in self.layers.items():
+                h_BSD = self.block_sums.hidden(block(h_BSD, rotations, mask), name)
         if self.norm is None or self.output is None:
             return h_BSD
         tied_VD = None
@@ -81,19 +82,31 @@ class Decoder(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward with pre-norms and residual connections. A family's block may return a
-    :class:`BlockOutput`."""
+    """Attention and feed-forward, or experts, with pre-norms and residual connections. A family's block may
+    return a :class:`BlockOutput`, and one with experts does."""
 
-    def __init__(self, args: ModelArgs, attention: AttentionBackend):
+    def __init__(self, args: ModelArgs, attention: AttentionBackend, layer: int = 0):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = Attention(args, attention)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.moe: MoE | None = None
+        self.feed_forward: FeedForward | None = None
+        if args.moe and args.moe.has_experts(layer):
+            self.moe = MoE(args)
+            if shared := args.moe.num_shared_experts:
+                self.moe.shared_experts = FeedForward(args.dim, shared * args.moe.ffn_dim)
+        else:
+            self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor | BlockOutput:
         h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
-        return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
+        x_BSD = self.ffn_norm(h_BSD)
+        if self.moe is not None:
+            output: BlockOutput = self.moe(x_BSD)
+            return output._replace(hidden=h_BSD + output.hidden)
+        assert self.feed_forward is not None
+        return h_BSD + self.feed_forward(x_BSD)
 
 
 class Attention(nn.Module):

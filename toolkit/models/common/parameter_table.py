@@ -54,6 +54,9 @@ class ParameterRow:
             unit: modules of its FSDP unit, all-gathered together; None is the block, and () the root.
             part: part of the model that it belongs to.
         block: index of the block.
+        experts: number of experts that are stacked in the first dimension; 0 if it belongs to none. ``hf`` is
+            then the name of one expert's matrix, with {} for its index.
+        chosen: number of the experts that compute a token.
     """
 
     name: str
@@ -68,6 +71,8 @@ class ParameterRow:
     unit: tuple[str, ...] | None = None
     part: Literal["embedding", "block", "norm", "head"] = "block"
     block: int | None = None
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def module(self) -> str:
@@ -78,15 +83,35 @@ class ParameterRow:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def active_size(self) -> int:
+        """Number of elements that compute a token."""
+        return self.size // self.experts * self.chosen if self.experts else self.size
+
 
 def dense_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
-    """Return the rows of a Llama-style block: grouped-query attention and SwiGLU.
+    """Return the rows of a Llama-style block: grouped-query attention and SwiGLU."""
+    return [*attention_rows(args, layer), *feed_forward_rows(args, layer, args.ffn_dim)]
 
-    Initialization is torchtitan's for Llama 3: projections into the residual stream shrink with depth.
-    """
-    dim, ffn = args.dim, args.ffn_dim
+
+def expert_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
+    """Return the rows of block ``layer`` of a model in which blocks may have experts."""
+    if args.moe and args.moe.has_experts(layer):
+        return [*attention_rows(args, layer), *moe_rows(args, layer)]
+    return dense_block(args, layer)
+
+
+def _inits(layer: int) -> tuple[Init, Init]:
+    """Return torchtitan's initialization for Llama 3: of most projections, and of those into the residual
+    stream, which shrink with depth."""
+    return Init(std=0.02), Init(std=0.02 / math.sqrt(2 * (layer + 1)))
+
+
+def attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
+    """Return the rows of a block's norms and grouped-query attention."""
+    dim = args.dim
     queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    drawn, into_residual = Init(std=0.02), Init(std=0.02 / math.sqrt(2 * (layer + 1)))
+    drawn, into_residual = _inits(layer)
     rows = [ParameterRow("attention_norm.weight", (dim,), ONES, "input_layernorm.weight", reads=(INPUT,))]
     for ours, theirs, size in (("wq", "q_proj", queries), ("wk", "k_proj", keys), ("wv", "v_proj", keys)):
         weight = ParameterRow(
@@ -116,16 +141,54 @@ def dense_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
             "ffn_norm.weight", (dim,), ONES, "post_attention_layernorm.weight", reads=(INPUT, "attention.wo")
         )
     )
+    return rows
+
+
+def feed_forward_rows(
+    args: ModelArgs, layer: int, ffn_dim: int, module: str = "feed_forward", hf: str = "mlp"
+) -> list[ParameterRow]:
+    """Return the rows of a SwiGLU feed-forward."""
+    drawn, into_residual = _inits(layer)
     up = ParameterRow(
-        "feed_forward.w1.weight", (ffn, dim), drawn, "mlp.gate_proj.weight", "column", linear=True,
+        f"{module}.w1.weight", (ffn_dim, args.dim), drawn, f"{hf}.gate_proj.weight", "column", linear=True,
         reads=("ffn_norm",),
     )  # fmt: skip
     down = ParameterRow(
-        "feed_forward.w2.weight", (dim, ffn), into_residual, "mlp.down_proj.weight", "row", linear=True,
-        reads=("feed_forward.w1", "feed_forward.w3"),
+        f"{module}.w2.weight", (args.dim, ffn_dim), into_residual, f"{hf}.down_proj.weight", "row",
+        linear=True, reads=(f"{module}.w1", f"{module}.w3"),
     )  # fmt: skip
-    beside = replace(up, name="feed_forward.w3.weight", init=into_residual, hf="mlp.up_proj.weight")
-    return [*rows, up, down, beside]
+    return [up, down, replace(up, name=f"{module}.w3.weight", init=into_residual, hf=f"{hf}.up_proj.weight")]
+
+
+def moe_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
+    """Return the rows of a router, its experts and shared experts. The experts are FSDP units of their own,
+    because expert parallelism shards them over other ranks than the rest of the block."""
+    moe = args.moe
+    assert moe is not None
+    drawn, into_residual = _inits(layer)
+    experts, dim, ffn = moe.num_experts, args.dim, moe.ffn_dim
+    rows = []
+    if moe.expert_bias:
+        rows.append(
+            ParameterRow("moe.expert_bias", (experts,), Init(), "mlp.gate.e_score_correction_bias", None,
+                buffer=True)
+        )  # fmt: skip
+    gate = ParameterRow(
+        "moe.router.gate.weight", (experts, dim), into_residual, "mlp.gate.weight", reads=("ffn_norm",)
+    )
+    up = ParameterRow(
+        "moe.experts.w1", (experts, ffn, dim), drawn, "mlp.experts.{}.gate_proj.weight", "experts",
+        reads=("ffn_norm", "moe.router.gate"), unit=("moe.experts",), experts=experts, chosen=moe.top_k,
+    )  # fmt: skip
+    down = replace(
+        up, name="moe.experts.w2", shape=(experts, dim, ffn), init=into_residual,
+        hf="mlp.experts.{}.down_proj.weight",
+    )  # fmt: skip
+    beside = replace(up, name="moe.experts.w3", init=into_residual, hf="mlp.experts.{}.up_proj.weight")
+    rows += [gate, up, down, beside]
+    if shared := moe.num_shared_experts:
+        rows += feed_forward_rows(args, layer, shared * ffn, "moe.shared_experts", "mlp.shared_experts")
+    return rows
 
 
 def decoder_rows(args: ModelArgs, blocks: Iterable[Sequence[ParameterRow]]) -> list[ParameterRow]:
@@ -224,11 +287,13 @@ class ParameterTable(Mapping[str, ParameterRow]):
         return list(dict.fromkeys(row.unit for row in self.values() if row.unit))
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel style of each module. The parent of column-wise layers gathers their
-        input."""
+        """Return the tensor-parallel style of each module. The parent of column-wise layers, or of experts,
+        gathers their input."""
         plan = {row.module: row.tensor_parallel for row in self._all if row.tensor_parallel}
-        above = (module.rpartition(".")[0] for module, style in plan.items() if style == "column")
-        return plan | dict.fromkeys(above, "gather")
+        above = {"column": "gather", "experts": "moe"}
+        return plan | {
+            module.rpartition(".")[0]: above[style] for module, style in plan.items() if style in above
+        }
 
     def to_hf(self, name: str) -> str:
         """Return the Hugging Face name of ``name``, which may be that of a tied head.

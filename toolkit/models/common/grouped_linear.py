@@ -1,0 +1,83 @@
+"""Linear layers of several experts on rows sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALIGNMENT = 8
+"""Rows of a group are padded to a multiple of this on CUDA: 16 bytes in bf16, which the kernel requires of
+the gradient of the weights."""
+
+
+def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply the rows that belong to expert e, those up to ``ends_E[e]`` (int32), by its weight. Returns
+    (M, N).
+
+    On CUDA in bf16, torch's grouped_mm reads the ends on the device. Elsewhere a loop runs one matmul for
+    each expert that has rows; on CPU it is as fast, and grouped_mm has no fp64.
+    """
+    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16:
+        return _padded_grouped_mm(x_MK, weight_ENK, ends_E)
+    return torch.ops.toolkit.grouped_linear(x_MK, weight_ENK, ends_E)
+
+
+def _padded_grouped_mm(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Copy the groups apart from each other, so that each begins at a multiple of the alignment."""
+    rows, experts = len(x_MK), len(ends_E)
+    sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    padded_E = (sizes_E + (_ALIGNMENT - 1)) // _ALIGNMENT * _ALIGNMENT
+    padded_ends_E = padded_E.cumsum(0, dtype=torch.int32)
+    row_M = torch.arange(rows, device=x_MK.device, dtype=torch.int32)
+    expert_M = torch.searchsorted(ends_E, row_M, right=True)
+    place_M = row_M + (padded_ends_E - padded_E - (ends_E - sizes_E))[expert_M]
+    padded = x_MK.new_zeros(rows + _ALIGNMENT * experts, x_MK.shape[1]).index_copy(0, place_M, x_MK)
+    out = F.grouped_mm(padded, weight_ENK.transpose(-2, -1), offs=padded_ends_E)
+    return out.index_select(0, place_M)
+
+
+@torch.library.custom_op("toolkit::grouped_linear", mutates_args=())
+def _grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    out_MN = x_MK.new_empty(len(x_MK), weight_ENK.shape[1])
+    for expert, rows in _groups(ends_E):
+        torch.mm(x_MK[rows], weight_ENK[expert].T, out=out_MN[rows])
+    return out_MN
+
+
+@torch.library.custom_op("toolkit::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad_MN: Tensor, x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_x_MK, grad_weight_ENK = torch.empty_like(x_MK), torch.zeros_like(weight_ENK)
+    for expert, rows in _groups(ends_E):
+        torch.mm(grad_MN[rows], weight_ENK[expert], out=grad_x_MK[rows])
+        torch.mm(grad_MN[rows].T, x_MK[rows], out=grad_weight_ENK[expert])
+    return grad_x_MK, grad_weight_ENK
+
+
+def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, and the rows."""
+    start = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_grouped_linear_backward(grad_MN.contiguous(), *ctx.saved_tensors), None
+
+
+_grouped_linear.register_fake(lambda x_MK, weight_ENK, ends_E: x_MK.new_empty(len(x_MK), weight_ENK.shape[1]))
+_grouped_linear_backward.register_fake(
+    lambda grad_MN, x_MK, weight_ENK, ends_E: (torch.empty_like(x_MK), torch.empty_like(weight_ENK))
+)
+_grouped_linear.register_autograd(_backward, setup_context=_save)

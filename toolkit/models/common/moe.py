@@ -1,0 +1,247 @@
+"""Mixture of experts: a router and experts in place of a block's feed-forward. No token is dropped.
+
+Tokens are sorted by expert, each expert computes its contiguous rows, and each token adds the outputs of its
+experts in the order of its choices. So a token's result does not depend on which tokens are beside it, and is
+the same on any mesh. Shapes: T tokens, E experts, k choices per token, M = T·k rows, D model dim, F expert
+width. Names are torchtitan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.models.common.args import ModelArgs, MoEArgs
+from toolkit.models.common.block_output import BlockOutput
+from toolkit.models.common.grouped_linear import grouped_linear
+from toolkit.models.common.swiglu import swiglu
+
+
+class Routing(NamedTuple):
+    """The router's choice.
+
+    ``scores_TE`` are those of all experts, with gradients; ``weights_Tk`` of the chosen experts
+    ``experts_Tk``.
+    """
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    weights_Tk: Tensor
+    experts_Tk: Tensor
+
+
+LOAD = "expert_load"
+"""Name of the choices of each expert in :attr:`BlockOutput.per_layer`."""
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Function of rows (M, D) sorted by expert, and the number of rows of each of this rank's experts, to (M, D)."""
+
+
+class Dispatch(Protocol):
+    """Sends rows to the ranks of their experts, computes there, and returns the results in the same order."""
+
+    def __call__(self, rows_MD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor: ...
+
+
+class HiddenLayout(Protocol):
+    """Layout of hidden states between blocks under tensor parallelism."""
+
+    def gather(self, x: Tensor) -> Tensor: ...
+
+    def reduce(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass
+class RouterLosses:
+    """Auxiliary losses of a layer's router, summed over this rank's tokens.
+
+    The balancing loss of a token is ``balance`` · Σ f_e · p_e, with p_e its normalized scores and f_e the
+    expert's share of choices, 1 if balanced: in the token's sequence (DeepSeek-V3, arXiv:2412.19437), or the
+    given ``shares_E`` of the global batch (arXiv:2501.11873). The z-loss is ``z`` · log² Σ exp(logits)
+    (arXiv:2202.08906).
+
+    Attributes:
+        sum_over_sequence: adds counts (B, E) over the ranks that share sequences.
+        shares_E: set before each step for the global batch.
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+    sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+    shares_E: Tensor | None = None
+
+    def __call__(self, routing: Routing, shape: tuple[int, int], counted: float) -> dict[str, Tensor]:
+        """Return losses by name, for ``shape`` (B, S) tokens; each is multiplied by ``counted``."""
+        losses = {}
+        if self.balance:
+            probabilities_TE = routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)
+            sums_BE = probabilities_TE.unflatten(0, shape).sum(1)
+            shares = self._shares_BE(routing, shape) if self.shares_E is None else self.shares_E
+            losses["load_balance_loss"] = self.balance * counted * (sums_BE * shares.to(sums_BE.dtype)).sum()
+        if self.z:
+            losses["router_z_loss"] = self.z * counted * routing.logits_TE.logsumexp(-1).square().sum()
+        return losses
+
+    def _shares_BE(self, routing: Routing, shape: tuple[int, int]) -> Tensor:
+        experts, (rows, _) = routing.scores_TE.shape[1], shape
+        of_row = torch.arange(rows, device=routing.experts_Tk.device)[:, None] * experts
+        in_rows = routing.experts_Tk.view(rows, -1) + of_row
+        counts_BE = count(in_rows, rows * experts).view(rows, experts)
+        if self.sum_over_sequence is not None:
+            counts_BE = self.sum_over_sequence(counts_BE)
+        return shares(counts_BE)
+
+
+def shares(counts: Tensor) -> Tensor:
+    """Return counts of choices (…, E) divided by their mean over experts, in fp64; 1 if there are none."""
+    counts = counts.double()
+    mean = counts.mean(-1, keepdim=True)
+    return torch.where(mean > 0, counts / mean.clamp(min=1e-300), 1.0)
+
+
+class Router(nn.Module):
+    """Scores of experts for each token, and its choice of ``top_k`` of them."""
+
+    def __init__(self, dim: int, args: MoEArgs):
+        super().__init__()
+        self.args = args
+        self.gate = nn.Linear(dim, args.num_experts, bias=False)
+        self.force_load_balance = False  # of debug.moe_force_load_balance
+
+    def forward(self, x_TD: Tensor, bias_E: Tensor | None) -> Routing:
+        args = self.args
+        logits_TE = self.gate(x_TD)
+        wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        scores_TE = wide.softmax(-1) if args.score_func == "softmax" else wide.sigmoid()
+        experts_Tk = self._choose(scores_TE.detach(), bias_E)
+        weights_Tk = scores_TE.gather(1, experts_Tk)
+        if args.route_norm:
+            # As in published code: sigmoid scores may all be tiny, probabilities of a softmax cannot.
+            tiny = 1e-20 if args.score_func == "sigmoid" else 0.0
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + tiny)
+        return Routing(wide, scores_TE, weights_Tk * args.route_scale, experts_Tk)
+
+    def _choose(self, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        args = self.args
+        if self.force_load_balance:
+            tokens, k = len(scores_TE), args.top_k
+            return torch.arange(tokens * k, device=scores_TE.device).view(tokens, k) % args.num_experts
+        if bias_E is not None:
+            scores_TE = scores_TE + bias_E.to(scores_TE.dtype)
+        if args.num_expert_groups:
+            scores_TGe = scores_TE.unflatten(-1, (args.num_expert_groups, -1))
+            # DeepSeek-V3 adds the two best scores of a group; V2, whose scores are a softmax, takes the best.
+            best = 2 if args.score_func == "sigmoid" else 1
+            groups_Tg = scores_TGe.topk(best, -1).values.sum(-1).topk(args.num_limited_groups, -1).indices
+            allowed_TG = torch.zeros_like(scores_TGe[..., 0], dtype=torch.bool).scatter(1, groups_Tg, True)
+            scores_TE = scores_TGe.masked_fill(~allowed_TG[..., None], -torch.inf).flatten(1)
+        return scores_TE.topk(args.top_k, dim=-1).indices
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, stacked: w1 and w3 (E, F, D), w2 (E, D, F)."""
+
+    def __init__(self, dim: int, args: MoEArgs):
+        super().__init__()
+        self.num_experts = args.num_experts
+        self.w1 = nn.Parameter(torch.empty(args.num_experts, args.ffn_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(args.num_experts, dim, args.ffn_dim))
+        self.w3 = nn.Parameter(torch.empty(args.num_experts, args.ffn_dim, dim))
+        self.dispatch: Dispatch | None = None  # set by expert parallelism
+
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token."""
+        flat_M = experts_Tk.flatten()
+        order_M = flat_M.argsort(stable=True)
+        rows_MD = _Sort.apply(x_TD, order_M, experts_Tk.shape[1])
+        counts_E = count(flat_M, self.num_experts)
+        if self.dispatch is None:
+            out_MD = self._compute(rows_MD, counts_E)
+        else:
+            out_MD = self.dispatch(rows_MD, counts_E, self._compute)
+        out_TkD = _Unsort.apply(out_MD, order_M).unflatten(0, experts_Tk.shape)
+        # A batched matmul, which adds the k outputs of a token in fp32.
+        return torch.bmm(weights_Tk[:, None].to(out_TkD.dtype), out_TkD)[:, 0]
+
+    def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        gate_MF = grouped_linear(rows_MD, self.w1, ends_E)
+        up_MF = grouped_linear(rows_MD, self.w3, ends_E)
+        return grouped_linear(swiglu(gate_MF, up_MF), self.w2, ends_E)
+
+
+def count(experts: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert occurs: (E,) int64."""
+    experts = experts.flatten()
+    zeros = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    return zeros.scatter_add(0, experts, torch.ones_like(experts))
+
+
+class _Sort(torch.autograd.Function):
+    """Repeats each token for each of its k choices, in the given order; backward adds them in the order of
+    the choices, without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(order_M)
+        ctx.choices = choices
+        return x_TD.index_select(0, order_M // choices)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
+        (order_M,) = ctx.saved_tensors
+        unsorted = torch.empty_like(grad_MD).index_copy_(0, order_M, grad_MD)
+        return unsorted.unflatten(0, (-1, ctx.choices)).sum(1), None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """The inverse permutation of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        return torch.empty_like(rows_MD).index_copy_(0, order_M, rows_MD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
+        (order_M,) = ctx.saved_tensors
+        return grad_MD.index_select(0, order_M), None
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts.
+
+    Attributes:
+        losses: auxiliary losses of training; None adds none.
+        layout: set by tensor parallelism, which shards every expert's width.
+        counted: fraction of its tokens for which this rank counts load and losses, if others have them too.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        assert args.moe is not None
+        moe = args.moe
+        self.router = Router(args.dim, moe)
+        self.experts = Experts(args.dim, moe)
+        self.shared_experts: nn.Module | None = None  # set by the block
+        self.register_buffer("expert_bias", torch.empty(moe.num_experts) if moe.expert_bias else None)
+        self.losses: RouterLosses | None = None
+        self.layout: HiddenLayout | None = None
+        self.counted = 1.0
+
+    def forward(self, x_BSD: Tensor) -> BlockOutput:
+        """Return what the block adds to its hidden states, with losses and load."""
+        full_BSD = x_BSD if self.layout is None else self.layout.gather(x_BSD)
+        routing = self.router(full_BSD.flatten(0, 1), self.expert_bias)
+        out_TD = self.experts(full_BSD.flatten(0, 1), routing.weights_Tk, routing.experts_Tk)
+        out_BSD = out_TD.view_as(full_BSD)
+        if self.layout is not None:
+            out_BSD = self.layout.reduce(out_BSD)
+        if self.shared_experts is not None:
+            out_BSD = out_BSD + self.shared_experts(x_BSD)
+        load_E = count(routing.experts_Tk, self.experts.num_experts) * self.counted
+        losses = self.losses(routing, full_BSD.shape[:2], self.counted) if self.losses else {}
+        return BlockOutput(out_BSD, losses, per_layer={LOAD: load_E})
