@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import tests.models.gated_family  # noqa: F401  registers the family
+import tests.models.gated_family
+import tests.models.tmoe_family  # noqa: F401  registers the family
 from tests import meshes
 from tests.curves import differences, write_tokenizer
 from tests.helpers import in_layout
@@ -186,7 +187,7 @@ def run(folder: str, layout: str) -> dict[str, Any]:
                 value  # after the first step, where they are 0
                 for record in trainer.history[1:]
                 for name, value in record.items()
-                if "rewards/" in name or name.startswith("gate_")
+                if "rewards/" in name or name.startswith(("gate_", "moe/"))
             ],
         }
     )
@@ -208,7 +209,7 @@ def _counted(train_step: Callable[..., Any], sent: Sent) -> Callable[..., Any]:
 
 
 def _whole(model_parts: ModelParts, of: Callable[[Any], Any]) -> list[tuple[str, Tensor]]:
-    named = [*model_parts.named_parameters(), *model_parts.tied_copies()]
+    named = [*model_parts.named_parameters(), *model_parts.tied_copies(), *model_parts.named_buffers()]
     return [(name, _gathered(of(parameter))) for name, parameter in named]
 
 

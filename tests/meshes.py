@@ -113,6 +113,10 @@ WORDS: dict[str, Settings] = {
     # Biases of queries, keys and values.
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
     # A block with a parameter, a buffer, a loss and a statistic of its own, from a module of the tests.
+    "moe": {"model.name": "tmoe", "model.flavor": "debugmodel"},
+    **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
+    "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
+    "aux-seq": {"moe.aux_loss_coeff": 0.1, "moe.aux_loss_scope": "sequence"},
     "gated": {"model.name": "gated", "model.flavor": "debugmodel"},
     "regularized": {"loss.label_smoothing": 0.1, "loss.z_loss": 0.01},
     "AC-full": {"activation_checkpoint.mode": "full"},
@@ -236,6 +240,9 @@ CURVES = (
     "qwen2",
     "mistral",
     "gated",
+    "moe",
+    "aux",
+    "aux-seq",
     "tied",
     "unmasked",
     "layers8",

@@ -138,6 +138,11 @@ def build_model(
     model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
     model_parts.after_update = after_update
     model_parts.connect = partial(converters.connect, models, mesh) if converters else None
+    if args.moe:
+        from toolkit.parallel.expert_load import ExpertLoad
+
+        balanced = config.debug.moe_force_load_balance
+        model_parts.track_experts(ExpertLoad(models, mesh, config.moe, balanced=balanced))
     if storage:
         _initialize(config, args, model_parts, seed, pretrained)
     return model_parts

@@ -104,8 +104,11 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         local_sums = model_parts.backward(batches, scale)
-        total = local_sums.clone()
-        dist.all_reduce(total)
+        experts = model_parts.expert_load
+        loads = experts.take(self.device) if experts else local_sums.new_zeros(0)
+        sums = torch.cat([local_sums, loads.flatten()])
+        dist.all_reduce(sums)
+        total, loads = sums[: len(local_sums)], sums[len(local_sums) :].view_as(loads)
         parameters = [parameter for _, parameter in model_parts.named_parameters()]
         norm = (
             self.in_backward.gradient_norm(device=self.device)
@@ -113,8 +116,12 @@ class TrainStep:
             else global_norm(parameters, device=self.device)
         )
         measured = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
+        names = model_parts.names
+        if experts:
+            measured, names = torch.cat([measured, experts.metrics(loads)]), (*names, *experts.names)
         grad_norm, count, stop_count, mean, *others = self._read(measured)
-        if not (mean <= self.limits[0] and grad_norm <= self.limits[1]):  # True for NaN
+        accepted = mean <= self.limits[0] and grad_norm <= self.limits[1]  # False for NaN
+        if not accepted:
             from toolkit.parallel.nonfinite import reject_batch  # not needed while all losses are finite
 
             found: dict[str, Any] = {"loss": mean, "grad_norm": grad_norm}
@@ -124,8 +131,10 @@ class TrainStep:
         elif not self.updates_ahead:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
+        if accepted and experts:
+            experts.update_biases(loads)
         self.optimizer.zero_grad()
-        reported = dict(zip(model_parts.names, others, strict=True))
+        reported = dict(zip(names, others, strict=True))
         return StepResult(mean, grad_norm, int(count), stop_count > 0, reported)
 
     def _read(self, measured: Tensor) -> list[float]:

@@ -27,6 +27,7 @@ _CP = OnlyWith("parallelism.context_parallel_degree", above=1)
 _SHARDED = Needs("parameters sharded over several ranks")
 _AHEAD = Needs("one stage per rank, or resharding")
 _BY_COUNT = Needs("stages cut by counts of layers")
+_EXPERTS = Needs("a model with experts", rejected=True)
 _AGAIN = OnlyWith("activation_checkpoint.mode", ("selective", "full"), rejected=True)
 _BUDGET = OnlyWith("activation_checkpoint.mode", ("memory_budget",), rejected=True)
 
@@ -135,6 +136,10 @@ class Parallelism(Table):
     context_parallel_rotate_method: Annotated[Literal["allgather", "alltoall"], _CP] = "allgather"
     """Exchange of keys and values: all-gathered, or passed around a ring, which uses less memory and sends
     more; on CUDA with document masks they are always gathered."""
+
+    expert_parallel_degree: Annotated[Degree, _EXPERTS] = 1
+    """Ranks over which the experts of each layer are divided: groups of adjacent ranks among dp_shard x cp x
+    tp. Must divide the number of experts."""
 
     elastic_meshes: Annotated[list[str], Needs("NNODES=MIN:MAX, MIN below MAX")] = []
     """Meshes that a job with NNODES=MIN:MAX may use, such as "dp_shard=3 tp=2"; the first that uses all ranks

@@ -20,6 +20,7 @@ from toolkit.config.training import (
     Loss,
     LRScheduler,
     Model,
+    MoE,
     Optimizer,
     Training,
     Validation,
@@ -50,6 +51,7 @@ class Config(Table):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     loss: Loss = Loss()
+    moe: MoE = MoE()
     training: Training = Training()
     data: Data = Data()
     finetune: Finetune = Finetune()

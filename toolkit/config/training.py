@@ -28,7 +28,7 @@ from toolkit.config.types import (
     Table,
     UnsupportedValues,
 )
-from toolkit.config.unsupported import NO_EXPRESSION, NO_MOE, NO_MX
+from toolkit.config.unsupported import NO_EXPRESSION, NO_GROUPED, NO_MX
 
 ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
 
@@ -66,7 +66,7 @@ class Model(Table):
             ]
         ],
         UnsupportedValues(("mx", "quantize.linear.mx"), NO_MX),
-        UnsupportedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_MOE),
+        UnsupportedValues(("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"), NO_GROUPED),
     ] = []
     """Conversions applied to the model before sharding."""
     print_after_conversion: Annotated[bool, OnlyWith("model.converters", FLOAT8)] = False
@@ -189,6 +189,30 @@ class Loss(Table):
     """Fraction of the label's probability that is spread evenly over the vocabulary."""
     z_loss: Annotated[NonNegativeFloat, _CROSS_ENTROPY] = 0.0
     """Weight of the squared log of the softmax denominator, which keeps logits small; 1e-4 in PaLM."""
+
+
+_EXPERTS = Needs("a model with experts", rejected=True)
+
+
+class MoE(Table):
+    """Balance of a mixture of experts."""
+
+    load_balance_coeff: Annotated[
+        NonNegativeFloat, Needs("a model whose experts have a bias", rejected=True)
+    ] = 1e-3
+    """Step by which each expert's bias changes after each update, up for experts with fewer tokens than the
+    mean of the global batch and down for others, in models that have the bias; 0 keeps it."""
+    aux_loss_coeff: Annotated[NonNegativeFloat, _EXPERTS] = 0.0
+    """Weight of the balancing loss: per layer, the sum over experts of the share of choices times the mean
+    score, 1 if balanced."""
+    aux_loss_scope: Annotated[
+        Literal["global_batch", "sequence"], OnlyWith("moe.aux_loss_coeff", above=0, rejected=True)
+    ] = "global_batch"
+    """Tokens over which the share of choices is counted. global_batch: all of a step; with several
+    micro-batches, a forward pass counts them before the step. sequence: those of each row."""
+    z_loss_coeff: Annotated[NonNegativeFloat, _EXPERTS] = 0.0
+    """Weight of the squared log of the denominator of the router's softmax, which keeps its logits small;
+    1e-3 in ST-MoE."""
 
 
 _WORKERS = OnlyWith(".num_workers", above=0, rejected=True)

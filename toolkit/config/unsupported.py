@@ -3,7 +3,13 @@ rejected."""
 
 from __future__ import annotations
 
-NO_MOE = "mixture-of-experts models are not supported"
+_NO_DEEPEP = "tokens are sent to experts by all-to-all; other libraries are not supported"
+_NO_OVERLAP = "the all-to-all of experts does not overlap with other stages' computation"
+_NO_EXPERT_TP = (
+    "under expert parallelism experts are whole; without it, parallelism.tensor_parallel_degree splits them"
+)
+NO_GROUPED = "matmuls of experts have no low precision"
+_ROUTER_MM = "the router's choice of experts is saved without it"
 NO_MX = (
     "MX formats are not supported: they need GPUs of compute capability 10.0 or above, on which this toolkit "
     "has not been run"
@@ -28,19 +34,18 @@ REMOVED: _Keys = {
 """Keys of the previous release."""
 UNSUPPORTED: _Keys = REMOVED | {
     "job.custom_config_module": ("", _NO_MODULE),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": (True, NO_MOE),
-    "parallelism.expert_parallel_degree": (1, NO_MOE),
-    "parallelism.expert_tensor_parallel_degree": (1, NO_MOE),
-    "parallelism.expert_parallel_comm_backend": ("standard", NO_MOE),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (True, _NO_OVERLAP),
+    "parallelism.expert_tensor_parallel_degree": (1, _NO_EXPERT_TP),
+    "parallelism.expert_parallel_comm_backend": ("standard", _NO_DEEPEP),
     "checkpoint.enable_ft_dataloader_checkpoints": (True, _NO_TORCHFT),
     "checkpoint.initial_load_in_hf_quantized": (False, _NO_QUANTIZED),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], NO_MOE),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], _ROUTER_MM),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", NO_MX),
     "quantize.linear.mx.recipe_name": ("mxfp8_cublas", NO_MX),
     "quantize.linear.mx.filter_fqns": (["output"], NO_MX),
-    "quantize.grouped_mm.float8.fqns": ([], NO_MOE),
-    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", NO_MOE),
-    "quantize.grouped_mm.mx.fqns": ([], NO_MOE),
+    "quantize.grouped_mm.float8.fqns": ([], NO_GROUPED),
+    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", NO_GROUPED),
+    "quantize.grouped_mm.mx.fqns": ([], NO_GROUPED),
     "memory_estimation.disable_fake_mode": (False, "an estimate needs no device and no memory"),
     "fault_tolerance.enable": (False, _NO_TORCHFT),
     "fault_tolerance.process_group": ("gloo", _NO_TORCHFT),
@@ -51,6 +56,5 @@ UNSUPPORTED: _Keys = REMOVED | {
     "fault_tolerance.semi_sync_method": (None, _NO_TORCHFT),
     "experimental.custom_import": ("", "use job.custom_import"),
     "experimental.custom_args_module": ("", _NO_MODULE),
-    "debug.moe_force_load_balance": (False, NO_MOE),
 }
 """Key → default, and why no other value is supported."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.distributed.collectives import wait_for_work
@@ -232,16 +232,14 @@ class Reduce:
         memory.last.tensor = None
 
 
-def share_memory(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make FSDP units of ``model`` communicate through shared memory if all ranks of ``group`` can access
-    it."""
+def share_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup) -> None:
+    """Make FSDP ``units``, all of ``group``, communicate through shared memory if its ranks can access it."""
     try:
         memory = SharedMemory(group)
     except NotShared:
         return
     gather: Any = Gather(memory)  # torch's base classes of both are private
     reduce: Any = Reduce(memory)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
+    for unit in units:
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)

@@ -23,7 +23,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     seen = min(seq_len, args.sliding_window or seq_len)
     square = 4 * args.n_heads * args.head_dim * seen
     square -= square * seen // (2 * seq_len) if causal else 0
-    forward = sum(rows.block_sizes) * 2 + args.n_layers * square + 2 * (args.dim + head)
+    forward = rows.active_in_blocks * 2 + args.n_layers * square + 2 * (args.dim + head)
 
     backward, flows = 0, EMBEDDING in trained  # flows: the input of the next block requires a gradient
     for layer, block in enumerate(rows.blocks):
@@ -36,7 +36,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
         needed[output] |= adapted
         backward += 2 * square * needed[output]
         for row in block:
-            backward += 2 * row.size * (needed[row.module] + (row.name in trained))
+            backward += 2 * row.active_size * (needed[row.module] + (row.name in trained))
         flows = flows or adapted or any(row.module in modules for row in block)
     head_input = flows or NORM in trained
     head_trained = any(

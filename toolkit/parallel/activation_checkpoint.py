@@ -41,6 +41,8 @@ SAVED = frozenset(
         "torch_attn::_varlen_attn",
         "toolkit::blockwise_attention",
         "flex_attention",
+        # The router's choice of experts is made once: a kernel that rounds differently could choose others.
+        "aten::topk",
         # flex_attention when it is compiled inside a block that is not.
         "inductor_compiled_code",
         "_c10d_functional::reduce_scatter_tensor",

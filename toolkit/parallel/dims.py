@@ -9,13 +9,15 @@ from toolkit.config.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the mesh dimensions, outermost first."""
+    """Sizes of the mesh dimensions, outermost first. ``ep`` ranks, adjacent ones of dp_shard × cp × tp, share
+    the experts of each layer."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -27,7 +29,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        sizes = [(name, getattr(self, name)) for name in DEGREES]
+        sizes = [(name, getattr(self, name)) for name in (*DEGREES, "ep")]
         shown = [f"{name} {size}" for name, size in sizes if size > 1]
         return " × ".join(shown) or "1 process"
 
@@ -39,7 +41,7 @@ DEGREES = {
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
-"""Config keys of the degrees, by field of :class:`ParallelDims`."""
+"""Config keys of the degrees whose product is the world size, by field of :class:`ParallelDims`."""
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Names of the values of ``sharding_strategy``, in the order of their numbers from 1."""
 _KEEP_UNSHARDED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
@@ -75,6 +77,7 @@ def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
         dp_shard=shard,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
     )
 
 

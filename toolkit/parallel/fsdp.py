@@ -7,8 +7,10 @@ hence both calls in :func:`_sum_gradients`; neither recurses.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,14 +24,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from toolkit import cpu
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
 from toolkit.cpu.shared_memory import share_memory
+from toolkit.distributed.dtensor import clean_name, local
 from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.hardware import device_type
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.moe import Experts
 from toolkit.models.common.parameter_table import EMBEDDING
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward
@@ -58,14 +63,17 @@ def apply_fsdp(
     mesh: DeviceMesh,
     parallelism: Parallelism,
     *,
+    expert_mesh: DeviceMesh | None = None,
     precision: MixedPrecisionPolicy,
     cpu_offload: bool = False,
 ) -> None:
     """Shard each unit, then the remaining parameters as the root unit, in place.
 
     ``units`` are in forward order; nested units follow their outer unit. ``mesh`` is 1-D (shard) or 2-D
-    (replicate × shard). Logits have the policy's ``output_dtype``.
+    (replicate × shard); under expert parallelism, ``expert_mesh`` is that of the experts, which are units of
+    their own. Logits have the policy's ``output_dtype``.
     """
+    expert_mesh = expert_mesh or mesh
     inner = replace(precision, output_dtype=None)
     pinned = mesh.device_type == "cuda"  # pinning memory fails without CUDA
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
@@ -73,9 +81,12 @@ def apply_fsdp(
     ignored = set() if cpu_offload else _ignored_parameters(model, mesh, parallelism, precision)
     # Reversed, because fully_shard must be called on inner units first.
     for position in reversed(range(len(units))):
+        unit = units[position]
+        of_experts = isinstance(unit[0], Experts)
         fully_shard(
-            list(units[position]),
-            mesh=mesh,
+            list(unit),
+            mesh=expert_mesh if of_experts else mesh,
+            shard_placement_fn=partial(_expert_placement, mesh=expert_mesh) if of_experts else None,
             mp_policy=inner,
             offload_policy=offload,
             reshard_after_forward=_reshard(when, last=position == len(units) - 1),
@@ -90,12 +101,16 @@ def apply_fsdp(
         reshard_after_forward=_reshard(when, last=True),
         ignored_params=ignored,
     )
-    if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
-        _share_memory(model, mesh)
-    if _skips_reduce_scatter(mesh):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
+    of_mesh: dict[DeviceMesh, list[FSDPModule]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            of_mesh[expert_mesh if isinstance(module, Experts) else mesh].append(module)
+    for its_mesh, sharded_units in of_mesh.items():
+        if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
+            _share_memory(sharded_units, its_mesh)
+        if _skips_reduce_scatter(its_mesh):
+            for sharded in sharded_units:
+                sharded.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
     if mesh.size() > 1:  # on one rank, it would copy each unit's gradients just to divide them by 1
         _sum_gradients(model)
     _keep_embeddings_sharded_in_backward(units)
@@ -132,7 +147,9 @@ def root_modules(model: Decoder) -> set[nn.Module]:
 
 def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
     """Return the modules of each FSDP unit of ``model``, or of a stage of it, in forward order."""
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # a wrapper comes before its module
+        modules.setdefault(clean_name(name), module)
     units = [[modules[name] for name in unit if name in modules] for unit in table(model.args).units()]
     return [unit for unit in units if unit]
 
@@ -173,11 +190,19 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _share_memory(model: nn.Module, mesh: DeviceMesh) -> None:
+def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
     """Use shared memory for the collectives of a gloo group if all its ranks are on this machine."""
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() > 1 and dist.get_backend(group) == GLOO:
-        share_memory(model, group)
+        share_memory(units, group)
+
+
+def _expert_placement(parameter: nn.Parameter, *, mesh: DeviceMesh) -> Shard:
+    """Shard experts, or the rows of each if there are more ranks than experts, of which some would have
+    none."""
+    ranks = mesh.size(mesh.ndim - 1)
+    experts, rows = local(parameter).shape[:2]
+    return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
 
 
 def _skips_reduce_scatter(mesh: DeviceMesh) -> bool:

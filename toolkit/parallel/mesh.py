@@ -4,6 +4,9 @@ Dimensions, outermost first: ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`
 a ``tp`` group first, then ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays inside a node.
 Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same sequence use the
 same weights and sum their gradients, like data-parallel ranks.
+
+Expert parallelism divides the same ranks, dp_shard × cp × tp, in another way: into groups of ``ep`` adjacent
+ranks that share the experts of each layer, and across them ``efsdp``, over which FSDP shards each expert.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit.compat import unflatten_mesh
+from toolkit.compat import flatten_mesh, unflatten_mesh
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a run. ``fsdp`` is the mesh for ``fully_shard``, 2-D with replication; ``pp``, ``cp``
-    and ``tp`` are 1-D, and None if their size is 1."""
+    """Device meshes of a run. ``fsdp`` is the mesh for ``fully_shard``, 2-D with replication, and
+    ``expert_fsdp`` that of experts; ``pp``, ``cp``, ``tp`` and ``ep`` are 1-D, and None if their size is
+    1."""
 
     world: DeviceMesh
     fsdp: DeviceMesh
     pp: DeviceMesh | None
     cp: DeviceMesh | None
     tp: DeviceMesh | None
+    ep: DeviceMesh | None
+    expert_fsdp: DeviceMesh
     dp_size: int
     """Number of shards of a global batch."""
     dp_rank: int
@@ -42,25 +48,45 @@ class Mesh:
 
 
 def build_mesh(
-    device: torch.device, *, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, cp: int = 1, tp: int = 1
+    device: torch.device,
+    *,
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
 ) -> Mesh:
-    """Build the mesh; the product of the degrees must be the world size."""
+    """Build the mesh; the product of the degrees but ``ep``, a divisor of dp_shard × cp × tp, must be the
+    world size."""
     shard = "dp_shard_cp" if cp > 1 else "dp_shard"
     names = ("pp", "dp_replicate", shard, "tp")
     world = init_device_mesh(device.type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=names)
     within = unflatten_mesh(world[shard], 0, (dp_shard, cp), ("dp_shard", "cp")) if cp > 1 else None
+    fsdp = expert_fsdp = world["dp_replicate", shard] if dp_replicate > 1 else world[shard]
+    of_experts = None
+    if ep > 1:
+        stage = flatten_mesh(world["dp_replicate", shard, "tp"])
+        sizes_of_experts = (dp_replicate, dp_shard * cp * tp // ep, ep)
+        of_experts = unflatten_mesh(stage, 0, sizes_of_experts, ("expert_replicate", "efsdp", "ep"))
+        expert_fsdp = of_experts["efsdp"]
+        if dp_replicate > 1:
+            expert_fsdp = of_experts["expert_replicate", "efsdp"]
     shard_rank = world.get_local_rank(shard) // cp
     sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
-    sizes |= {name: size for name, size in {"cp": cp, "tp": tp, "pp": pp}.items() if size > 1}
+    sizes |= {name: size for name, size in {"cp": cp, "tp": tp, "ep": ep, "pp": pp}.items() if size > 1}
     ranks = {name: world.get_local_rank(name) for name in ("pp", "dp_replicate", "tp")}
     ranks |= {"dp_shard": shard_rank, "cp": world.get_local_rank(shard) % cp}
+    ranks["ep"] = of_experts.get_local_rank("ep") if of_experts else 0
     coordinates = ", ".join(f"{name} {ranks[name]}" for name, size in sizes.items() if size > 1)
     return Mesh(
         world=world,
-        fsdp=world["dp_replicate", shard] if dp_replicate > 1 else world[shard],
+        fsdp=fsdp,
         pp=world["pp"] if pp > 1 else None,
         cp=within["cp"] if within else None,
         tp=world["tp"] if tp > 1 else None,
+        ep=of_experts["ep"] if of_experts else None,
+        expert_fsdp=expert_fsdp,
         dp_size=dp_replicate * dp_shard,
         dp_rank=ranks["dp_replicate"] * dp_shard + shard_rank,
         is_loss_rank=ranks["pp"] == 0 and ranks["tp"] == 0,

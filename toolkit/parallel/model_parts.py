@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,7 +23,8 @@ from toolkit.parallel.fsdp import begin_micro_batch
 from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.objective import MicroBatch, Objective
 
-if TYPE_CHECKING:  # imported only by runs that shard sequences
+if TYPE_CHECKING:  # imported only by runs that use them
+    from toolkit.parallel.expert_load import ExpertLoad
     from toolkit.parallel.sequence_shards import SequenceShards
 
 
@@ -35,6 +37,7 @@ class ModelParts(ABC):
         names: metrics of the objective and of blocks, logged in addition to the loss.
             is_loss_rank: whether this rank counts the labels that its pp and tp groups share.
             after_update: functions to call after each optimizer step.
+            expert_load: counts the load of experts, in a model that has any.
             connect: function to call after parameters got new storage, for converters that refer to it.
     """
 
@@ -47,6 +50,7 @@ class ModelParts(ABC):
             if model.output is not None:
                 model.output.reduction = objective.reduction
         self.after_update: list[Callable[[], None]] = []
+        self.expert_load: ExpertLoad | None = None
         self.connect: Callable[[], object] | None = None
         args = models[0].args
         self._block_metrics = tuple(spec(args.family).metric_names(args))
@@ -54,6 +58,12 @@ class ModelParts(ABC):
         self.is_loss_rank = mesh.is_loss_rank
         self.dp_rank, self.coordinates = mesh.dp_rank, mesh.coordinates
         self.shards = shards
+
+    def track_experts(self, expert_load: ExpertLoad) -> None:
+        """Log the losses of routers, and count the load of experts."""
+        self.expert_load = expert_load
+        self._block_metrics += expert_load.losses.names
+        self.names = (*self.objective.names, *self._block_metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters with clean names; every parameter of the model is on some rank."""
@@ -104,6 +114,8 @@ class ModelParts(ABC):
         and of ``names``: (1 + names,) fp64.
         """
         stages = [model.block_sums for model in self.models]
+        if self.expert_load and self.expert_load.needs_pass:
+            self._count_loads(batches, scale.device)
         for sums in stages:
             sums.scale = scale
         try:
@@ -115,6 +127,26 @@ class ModelParts(ABC):
             torch.stack([sums.take(name, objective) for sums in stages]).sum() for name in self._block_metrics
         ]
         return torch.cat([objective, torch.stack(metrics)]) if metrics else objective
+
+    def _count_loads(self, batches: Sequence[MicroBatch], device: torch.device) -> None:
+        """Run forwards to count the loads of the global batch, for its balancing loss."""
+        assert self.expert_load is not None
+        if len(batches) == 1 and self.expert_load.one_stage:
+            self.expert_load.set_shares(None)  # each layer counts in its forward
+            return
+        for model in self.models:
+            model.block_sums.counts = True
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    self.loss(batch)
+        finally:
+            for model in self.models:
+                model.block_sums.counts = False
+        self.end_evaluation()
+        counts = self.expert_load.take(device)
+        dist.all_reduce(counts)
+        self.expert_load.set_shares(counts)
 
     @abstractmethod
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:

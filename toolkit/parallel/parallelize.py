@@ -37,12 +37,19 @@ def parallelize(
 
     If ``shards`` is None, sequences are not split; ``ring`` selects ring attention.
     """
+    if mesh.ep:
+        from toolkit.parallel.expert_parallel import apply_expert_parallel
+
+        apply_expert_parallel(model, mesh.ep)
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
+        plan = table(model.args).tensor_plan()
+        if mesh.ep:
+            plan = {module: style for module, style in plan.items() if style not in ("experts", "moe")}
         apply_tensor_parallel(
             model,
-            table(model.args).tensor_plan(),
+            plan,
             mesh.tp,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
@@ -82,4 +89,12 @@ def parallelize(
         from toolkit.parallel.fsdp_wrap import wrapped_units
 
         units = wrapped_units(model, parallelism)
-    apply_fsdp(model, units, mesh.fsdp, parallelism, precision=precision, cpu_offload=cpu_offload)
+    apply_fsdp(
+        model,
+        units,
+        mesh.fsdp,
+        parallelism,
+        expert_mesh=mesh.expert_fsdp,
+        precision=precision,
+        cpu_offload=cpu_offload,
+    )

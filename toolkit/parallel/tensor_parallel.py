@@ -104,12 +104,15 @@ class ParameterPlacement:
 
 COLUMN = ParameterPlacement(Shard(0))
 ROW = ParameterPlacement(Shard(1))
+LAST = ParameterPlacement(Shard(2))
 REPLICATED = ParameterPlacement(Replicate(), Partial())
 """Placement of a replicated parameter whose gradient is a partial sum on each rank."""
 _PLACEMENTS = {"column": COLUMN, "row": ROW, "whole": REPLICATED}
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
+def distribute_parameters(
+    module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement
+) -> None:
     """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards."""
     gradients: dict[str, Placement | None] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -158,26 +161,36 @@ def _adapter_placements(module: nn.Module, style: str) -> dict[str, ParameterPla
 
 def _adapter(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Distribute a module added by fine-tuning, with the placements that it declares."""
-    _distribute(module, mesh, **_adapter_placements(module, "adapter"))
+    distribute_parameters(module, mesh, **_adapter_placements(module, "adapter"))
 
 
 def _column(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard output features: full hidden states in, this rank's features out."""
-    _distribute(module, mesh, weight=COLUMN, bias=COLUMN, **_adapter_placements(module, "column"))
+    distribute_parameters(module, mesh, weight=COLUMN, bias=COLUMN, **_adapter_placements(module, "column"))
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard input features: this rank's features in, the sum over ranks out, in ``layout``."""
-    _distribute(module, mesh, weight=ROW, **_adapter_placements(module, "row"))
+    distribute_parameters(module, mesh, weight=ROW, **_adapter_placements(module, "row"))
     if hasattr(module, "sum_over_ranks"):
         module.sum_over_ranks = partial(all_reduce, group=layout.group)  # type: ignore[assignment]
     module.register_forward_hook(lambda module, args, output: layout.reduce(output))
 
 
+def _experts(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Shard the width of every expert."""
+    distribute_parameters(module, mesh, w1=ROW, w2=LAST, w3=ROW)
+
+
+def _moe(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
+    """Route full hidden states on every rank, and sum the experts' outputs over ranks, in ``layout``."""
+    module.layout, module.counted = layout, 1 / mesh.size()
+
+
 def _replicate(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Replicate the parameters of a module that computes on this rank's shard of the sequence or the
     heads."""
-    _distribute(module, mesh, **{name: REPLICATED for name, _ in module.named_parameters(recurse=False)})
+    distribute_parameters(module, mesh, **{name: REPLICATED for name, _ in module.named_parameters(recurse=False)})
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
@@ -253,7 +266,7 @@ class _RegatheredInput:
 def _embedding(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard the vocabulary: each rank looks up the tokens in its shard, and the results are summed over ranks
     into ``layout``."""
-    _distribute(module, mesh, weight=COLUMN)
+    distribute_parameters(module, mesh, weight=COLUMN)
     first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
     last = first + module.num_embeddings // mesh.size()
     masks: list[Tensor] = []
@@ -275,7 +288,7 @@ def _head(module: Any, mesh: DeviceMesh, layout: HiddenLayout, *, gathered: bool
     """Shard the vocabulary. The loss is computed on sharded logits unless ``gathered``; without labels,
     logits are gathered."""
     group = layout.group
-    _distribute(module, mesh, weight=COLUMN)
+    distribute_parameters(module, mesh, weight=COLUMN)
     module.logits = partial(_gather_logits, group=group)
     if gathered:
         module.loss = partial(_gathered_loss, group=group)
@@ -306,7 +319,7 @@ def _gather_logits(h: Tensor, weight_VD: Tensor, *, group: dist.ProcessGroup) ->
 def _classifier(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Replicate the head, which is small: each rank scores its shard of the sequence."""
     for layer in (module, *module.hidden):
-        _distribute(layer, mesh, weight=REPLICATED)
+        distribute_parameters(layer, mesh, weight=REPLICATED)
     group, rank = layout.group, mesh.get_local_rank()
 
     def shard_labels(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -340,6 +353,8 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh, HiddenLayout], None]] = {
     "column": _column,
     "row": _row,
     "whole": _replicate,
+    "experts": _experts,
+    "moe": _moe,
     "adapter": _adapter,
     "gather": _gather_input,
     "embedding": _embedding,

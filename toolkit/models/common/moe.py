@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from toolkit.compat import unsafe_view
 from toolkit.models.common.args import ModelArgs, MoEArgs
 from toolkit.models.common.block_output import BlockOutput
 from toolkit.models.common.grouped_linear import grouped_linear
@@ -36,8 +37,10 @@ class Routing(NamedTuple):
 
 LOAD = "expert_load"
 """Name of the choices of each expert in :attr:`BlockOutput.per_layer`."""
+BALANCE_LOSS, Z_LOSS = "moe/load_balance_loss", "moe/router_z_loss"
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Function of rows (M, D) sorted by expert, and the number of rows of each of this rank's experts, to (M, D)."""
+"""Function of rows (M, D) sorted by expert, and the number of rows of each of this rank's experts, that
+returns (M, D)."""
 
 
 class Dispatch(Protocol):
@@ -59,39 +62,46 @@ class RouterLosses:
     """Auxiliary losses of a layer's router, summed over this rank's tokens.
 
     The balancing loss of a token is ``balance`` · Σ f_e · p_e, with p_e its normalized scores and f_e the
-    expert's share of choices, 1 if balanced: in the token's sequence (DeepSeek-V3, arXiv:2412.19437), or the
-    given ``shares_E`` of the global batch (arXiv:2501.11873). The z-loss is ``z`` · log² Σ exp(logits)
-    (arXiv:2202.08906).
+    expert's share of choices, 1 if balanced: in the token's sequence (DeepSeek-V3, arXiv:2412.19437), or in
+    the global batch (arXiv:2501.11873). The z-loss is ``z`` · log² Σ exp(logits) (arXiv:2202.08906).
 
     Attributes:
-        sum_over_sequence: adds counts (B, E) over the ranks that share sequences.
-        shares_E: set before each step for the global batch.
+        per_sequence: count shares per sequence instead of over the global batch.
+        add_counts: adds counts over the ranks that share sequences, or all ranks that share the batch.
+        shares_E: shares in the global batch if it has several micro-batches; else they are counted here.
     """
 
     balance: float = 0.0
     z: float = 0.0
-    sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+    per_sequence: bool = False
+    add_counts: Callable[[Tensor], Tensor] | None = None
     shares_E: Tensor | None = None
 
-    def __call__(self, routing: Routing, shape: tuple[int, int], counted: float) -> dict[str, Tensor]:
-        """Return losses by name, for ``shape`` (B, S) tokens; each is multiplied by ``counted``."""
+    def __call__(self, routing: Routing, shape: torch.Size, counted: float) -> dict[str, Tensor]:
+        """Return losses by name, for hidden states of ``shape`` (B, S, D); each is multiplied by ``counted``."""
         losses = {}
         if self.balance:
             probabilities_TE = routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)
-            sums_BE = probabilities_TE.unflatten(0, shape).sum(1)
-            shares = self._shares_BE(routing, shape) if self.shares_E is None else self.shares_E
-            losses["load_balance_loss"] = self.balance * counted * (sums_BE * shares.to(sums_BE.dtype)).sum()
+            sums_BE = probabilities_TE.unflatten(0, shape[:2]).sum(1)
+            shares_BE = self._shares_BE(routing, shape) if self.shares_E is None else self.shares_E
+            weighted_BE = sums_BE * shares_BE.to(sums_BE.dtype)
+            losses[BALANCE_LOSS] = self.balance * counted * weighted_BE.sum()
         if self.z:
-            losses["router_z_loss"] = self.z * counted * routing.logits_TE.logsumexp(-1).square().sum()
+            losses[Z_LOSS] = self.z * counted * routing.logits_TE.logsumexp(-1).square().sum()
         return losses
 
-    def _shares_BE(self, routing: Routing, shape: tuple[int, int]) -> Tensor:
-        experts, (rows, _) = routing.scores_TE.shape[1], shape
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the losses that are not 0."""
+        return tuple(name for name, weight in ((BALANCE_LOSS, self.balance), (Z_LOSS, self.z)) if weight)
+
+    def _shares_BE(self, routing: Routing, shape: torch.Size) -> Tensor:
+        experts, rows = routing.scores_TE.shape[1], shape[0] if self.per_sequence else 1
         of_row = torch.arange(rows, device=routing.experts_Tk.device)[:, None] * experts
         in_rows = routing.experts_Tk.view(rows, -1) + of_row
         counts_BE = count(in_rows, rows * experts).view(rows, experts)
-        if self.sum_over_sequence is not None:
-            counts_BE = self.sum_over_sequence(counts_BE)
+        if self.add_counts is not None:
+            counts_BE = self.add_counts(counts_BE)
         return shares(counts_BE)
 
 
@@ -163,8 +173,9 @@ class Experts(nn.Module):
         else:
             out_MD = self.dispatch(rows_MD, counts_E, self._compute)
         out_TkD = _Unsort.apply(out_MD, order_M).unflatten(0, experts_Tk.shape)
-        # A batched matmul, which adds the k outputs of a token in fp32.
-        return torch.bmm(weights_Tk[:, None].to(out_TkD.dtype), out_TkD)[:, 0]
+        # A batched matmul, which adds the k outputs of a token in fp32. Not a view: FSDP warns of one.
+        out_T1D = torch.bmm(weights_Tk[:, None].to(out_TkD.dtype), out_TkD)
+        return unsafe_view(out_T1D, (len(out_TkD), -1))
 
     def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
@@ -228,6 +239,7 @@ class MoE(nn.Module):
         self.experts = Experts(args.dim, moe)
         self.shared_experts: nn.Module | None = None  # set by the block
         self.register_buffer("expert_bias", torch.empty(moe.num_experts) if moe.expert_bias else None)
+        self.expert_bias: Tensor | None
         self.losses: RouterLosses | None = None
         self.layout: HiddenLayout | None = None
         self.counted = 1.0
@@ -243,5 +255,7 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             out_BSD = out_BSD + self.shared_experts(x_BSD)
         load_E = count(routing.experts_Tk, self.experts.num_experts) * self.counted
-        losses = self.losses(routing, full_BSD.shape[:2], self.counted) if self.losses else {}
+        losses = {}
+        if self.losses is not None and torch.is_grad_enabled():
+            losses = self.losses(routing, full_BSD.shape, self.counted)
         return BlockOutput(out_BSD, losses, per_layer={LOAD: load_E})

@@ -282,6 +282,11 @@ class ParameterTable(Mapping[str, ParameterRow]):
         """Number of parameters of each block."""
         return [sum(row.size for row in rows) for rows in self.blocks]
 
+    @cached_property
+    def active_in_blocks(self) -> int:
+        """Number of the blocks' parameters that compute a token."""
+        return sum(row.active_size for rows in self.blocks for row in rows)
+
     def units(self) -> list[tuple[str, ...]]:
         """Return the modules of each FSDP unit, in forward order."""
         return list(dict.fromkeys(row.unit for row in self.values() if row.unit))

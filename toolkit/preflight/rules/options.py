@@ -27,6 +27,10 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     ),
     "stages cut by counts of layers": lambda run: run.config.parallelism.module_fqns_per_model_part is None,
     "several micro-batches per step": lambda run: not run.batch or run.batch.accumulation > 1,
+    "a model with experts": lambda run: not run.model or run.model.moe is not None,
+    "a model whose experts have a bias": lambda run: (
+        not run.model or bool(run.model.moe and run.model.moe.expert_bias)
+    ),
     "a base corpus": lambda run: run.config.validation.base_corpus.named,
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }
