@@ -70,10 +70,11 @@ def apply_fsdp(
     """Shard each unit, then the remaining parameters as the root unit, in place.
 
     ``units`` are in forward order; nested units follow their outer unit. ``mesh`` is 1-D (shard) or 2-D
-    (replicate × shard); under expert parallelism, ``expert_mesh`` is that of the experts, which are units of
-    their own. Logits have the policy's ``output_dtype``.
+    (replicate × shard); under expert parallelism, experts are units of their own on ``expert_mesh``. Logits
+    have the policy's ``output_dtype``.
     """
-    expert_mesh = expert_mesh or mesh
+    if expert_mesh is not None:
+        units = _with_experts(units)
     inner = replace(precision, output_dtype=None)
     pinned = mesh.device_type == "cuda"  # pinning memory fails without CUDA
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
@@ -82,11 +83,11 @@ def apply_fsdp(
     # Reversed, because fully_shard must be called on inner units first.
     for position in reversed(range(len(units))):
         unit = units[position]
-        of_experts = isinstance(unit[0], Experts)
+        its_mesh = expert_mesh if expert_mesh is not None and isinstance(unit[0], Experts) else mesh
         fully_shard(
             list(unit),
-            mesh=expert_mesh if of_experts else mesh,
-            shard_placement_fn=partial(_expert_placement, mesh=expert_mesh) if of_experts else None,
+            mesh=its_mesh,
+            shard_placement_fn=partial(_placement, ranks=its_mesh.size(its_mesh.ndim - 1)),
             mp_policy=inner,
             offload_policy=offload,
             reshard_after_forward=_reshard(when, last=position == len(units) - 1),
@@ -104,7 +105,8 @@ def apply_fsdp(
     of_mesh: dict[DeviceMesh, list[FSDPModule]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            of_mesh[expert_mesh if isinstance(module, Experts) else mesh].append(module)
+            of_experts = expert_mesh is not None and isinstance(module, Experts)
+            of_mesh[expert_mesh if of_experts else mesh].append(module)
     for its_mesh, sharded_units in of_mesh.items():
         if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
             _share_memory(sharded_units, its_mesh)
@@ -197,12 +199,21 @@ def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
         share_memory(units, group)
 
 
-def _expert_placement(parameter: nn.Parameter, *, mesh: DeviceMesh) -> Shard:
-    """Shard experts, or the rows of each if there are more ranks than experts, of which some would have
-    none."""
-    ranks = mesh.size(mesh.ndim - 1)
-    experts, rows = local(parameter).shape[:2]
-    return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
+def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
+    """Shard the rows of each expert if there are more ranks than experts, of which some would have none;
+    otherwise, and all other parameters, the first dimension."""
+    shape = local(parameter).shape
+    return Shard(1) if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0 else None
+
+
+def _with_experts(units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
+    """Add the experts in each unit as units after it."""
+    all_units: list[Sequence[nn.Module]] = []
+    for unit in units:
+        all_units.append(unit)
+        inside = (inner for module in unit for inner in module.modules())
+        all_units += [[inner] for inner in inside if isinstance(inner, Experts) and [inner] not in all_units]
+    return all_units
 
 
 def _skips_reduce_scatter(mesh: DeviceMesh) -> bool:

@@ -21,9 +21,9 @@ from toolkit.compat import flatten_mesh, unflatten_mesh
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a run. ``fsdp`` is the mesh for ``fully_shard``, 2-D with replication, and
-    ``expert_fsdp`` that of experts; ``pp``, ``cp``, ``tp`` and ``ep`` are 1-D, and None if their size is
-    1."""
+    """Device meshes of a run. ``fsdp`` is the mesh for ``fully_shard``, 2-D with replication;
+    ``pp``, ``cp``, ``tp`` and ``ep`` are 1-D, and None if their size is 1. ``expert_fsdp`` is the mesh for
+    ``fully_shard`` of experts under expert parallelism."""
 
     world: DeviceMesh
     fsdp: DeviceMesh
@@ -31,7 +31,7 @@ class Mesh:
     cp: DeviceMesh | None
     tp: DeviceMesh | None
     ep: DeviceMesh | None
-    expert_fsdp: DeviceMesh
+    expert_fsdp: DeviceMesh | None
     dp_size: int
     """Number of shards of a global batch."""
     dp_rank: int
@@ -63,8 +63,7 @@ def build_mesh(
     names = ("pp", "dp_replicate", shard, "tp")
     world = init_device_mesh(device.type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=names)
     within = unflatten_mesh(world[shard], 0, (dp_shard, cp), ("dp_shard", "cp")) if cp > 1 else None
-    fsdp = expert_fsdp = world["dp_replicate", shard] if dp_replicate > 1 else world[shard]
-    of_experts = None
+    of_experts = expert_fsdp = None
     if ep > 1:
         stage = flatten_mesh(world["dp_replicate", shard, "tp"])
         sizes_of_experts = (dp_replicate, dp_shard * cp * tp // ep, ep)
@@ -81,7 +80,7 @@ def build_mesh(
     coordinates = ", ".join(f"{name} {ranks[name]}" for name, size in sizes.items() if size > 1)
     return Mesh(
         world=world,
-        fsdp=fsdp,
+        fsdp=world["dp_replicate", shard] if dp_replicate > 1 else world[shard],
         pp=world["pp"] if pp > 1 else None,
         cp=within["cp"] if within else None,
         tp=world["tp"] if tp > 1 else None,

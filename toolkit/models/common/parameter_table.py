@@ -161,8 +161,7 @@ def feed_forward_rows(
 
 
 def moe_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
-    """Return the rows of a router, its experts and shared experts. The experts are FSDP units of their own,
-    because expert parallelism shards them over other ranks than the rest of the block."""
+    """Return the rows of a router, its experts and shared experts."""
     moe = args.moe
     assert moe is not None
     drawn, into_residual = _inits(layer)
@@ -178,7 +177,7 @@ def moe_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
     )
     up = ParameterRow(
         "moe.experts.w1", (experts, ffn, dim), drawn, "mlp.experts.{}.gate_proj.weight", "experts",
-        reads=("ffn_norm", "moe.router.gate"), unit=("moe.experts",), experts=experts, chosen=moe.top_k,
+        reads=("ffn_norm", "moe.router.gate"), experts=experts, chosen=moe.top_k,
     )  # fmt: skip
     down = replace(
         up, name="moe.experts.w2", shape=(experts, dim, ffn), init=into_residual,
