@@ -1,0 +1,60 @@
+"""Rules for mixtures of experts."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.errors import Problem, divisors, join_or
+from toolkit.preflight.planned_run import PlannedRun, rule
+
+_EP = "parallelism.expert_parallel_degree"
+_TP = "parallelism.tensor_parallel_degree"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+
+
+@rule()
+def expert_parallel_divides(run: PlannedRun) -> list[Problem]:
+    """Check that the degree divides the experts and the ranks of a pipeline stage."""
+    degree, model, mesh = run.config.parallelism.expert_parallel_degree, run.model, run.mesh
+    if degree == 1 or model is None or model.moe is None or mesh is None:
+        return []
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    sizes = {"the number of experts": model.moe.num_experts, "dp_shard × cp × tp": ranks}
+    broken = [f"{what}, which is {size}" for what, size in sizes.items() if size % degree]
+    if not broken:
+        return []
+    fitting = join_or(divisors(math.gcd(*sizes.values())))
+    return [run.problem(_EP, f"must divide {', and '.join(broken)}", f"set {_EP} to {fitting}")]
+
+
+@rule()
+def expert_parallel_runs(run: PlannedRun) -> list[Problem]:
+    """Reject options that are not supported with expert parallelism."""
+    if run.config.parallelism.expert_parallel_degree == 1:
+        return []
+    problems = []
+    if run.config.compile.blocks:
+        rule = f"blocks cannot be compiled with {_EP} above 1: the host reads how many rows each rank sends"
+        fix = f'set {_EP} = 1, or compile.components = ["loss"]'
+        problems.append(run.problem("compile.enable", rule, fix, "compile.components", _EP))
+    if isinstance(run.config.parallelism.fsdp_reshard_after_forward, int):
+        rule = f"must not be a number with {_EP} above 1: experts are sharded over other ranks"
+        problems.append(run.problem(_RESHARD, rule, f'set {_RESHARD} = "default"', _EP))
+    return problems
+
+
+@rule()
+def tensor_parallel_divides_experts(run: PlannedRun) -> list[Problem]:
+    """Check that the tensor-parallel degree divides the width of experts that it splits."""
+    tp, model = run.config.parallelism.tensor_parallel_degree, run.model
+    if tp == 1 or model is None or model.moe is None:
+        return []
+    widths = [model.moe.ffn_dim * shared for shared in {model.moe.num_shared_experts} - {0}]
+    if run.config.parallelism.expert_parallel_degree == 1:
+        widths.append(model.moe.ffn_dim)
+    broken = [width for width in widths if width % tp]
+    if not broken:
+        return []
+    rule = f"must divide the width of experts, which is {broken[0]}"
+    fix = f"set {_TP} to {join_or(divisors(math.gcd(model.n_kv_heads, *widths)))}"
+    return [run.problem(_TP, rule, fix)]
