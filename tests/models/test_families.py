@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import run_world
-from tests.models.families import FAMILIES, RELEASES, read, save_transformers
+from tests.models.families import FAMILIES, RELEASES, published, read, save_transformers
 from tests.models.small_llama import tokens_and_labels
 from tests.weights.stories import empty_model
 from toolkit.checkpoint.manager import CheckpointManager
@@ -52,12 +52,20 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_hf_config(tmp_path) == args
     with torch.device("meta"):
-        ours = {rows.to_hf(name): it.shape for name, it in Decoder(args).named_parameters()}
+        ours = {name: it.shape for name, it in Decoder(args).named_parameters()}
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert ours == {name: it.shape for name, it in theirs.named_parameters()}
-    assert all(rows.to_hf(str(rows.from_hf(name))) == name for name in ours)
-    found = sum(shape.numel() for shape in ours.values())
+    named = published(theirs, dict(theirs.named_parameters()))
+    assert ours == rows.shapes and rows.hf_shapes == {name: tuple(it.shape) for name, it in named.items()}
+    found = sum(it.numel() for it in theirs.parameters())
     assert parameter_count(args) == found == PARAMETERS[name][flavor]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"), [(name, flavor) for name, family in FAMILIES.items() for flavor in family.active]
+)
+def test_active_parameters_are_those_of_the_chosen_experts(name: str, flavor: str) -> None:
+    rows = table(presets()[name][flavor]).values()
+    assert sum(row.active_size for row in rows) == FAMILIES[name].active[flavor]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -74,11 +82,14 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
     # fp32 rounding, the reference's fp32 angles above all; logits are of order 3.
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
     assert abs(loss - expected) < 1e-6 * expected
-    reference_grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    reference_grads = published(reference, {name: it.grad for name, it in reference.named_parameters()})
     rows = table(model.args)
     for parameter_name, parameter in model.named_parameters():
-        theirs, ours = reference_grads[rows.to_hf(parameter_name)], parameter.grad
-        if rows[parameter_name].rotary:
+        row, ours = rows[parameter_name], parameter.grad
+        theirs = torch.stack([reference_grads[it] for it in row.hf_names])
+        if not row.experts:
+            [theirs] = theirs
+        if row.rotary:
             pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
             ours = pairs.transpose(1, 2).reshape(theirs.shape)
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), parameter_name

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Pa
 
 
 def peft_config(
-    args: ModelArgs, options: Finetune, *, base: str | None, replaced: Iterable[str]
+    args: ModelArgs, options: Finetune, *, base: str | None, replaced: Collection[str]
 ) -> dict[str, Any]:
     """Build adapter_config.json for an adapter; ``replaced`` are model parameters that were trained too.
 
@@ -304,7 +304,7 @@ def peft_config(
     return config
 
 
-def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[str] = ()) -> str:
+def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection[str] = ()) -> str:
     """Return why PEFT does not support an adapter, or ""."""
     if options.adapter == "prefix_tuning" and args.sliding_window:
         return "it would apply the model's sliding window to the prefix, which this toolkit does not"
@@ -318,6 +318,9 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[s
         return "a classification head is trained too"
     if options.adapter != "lora" and (options.trainable or list(replaced)):
         return "parameters of the model are trained too (finetune.trainable)"
+    rows = table(args)
+    if experts := [name for name in replaced if name in rows and rows[name].experts]:
+        return f"it cannot save experts, such as {experts[0]} (finetune.trainable)"
     kinds: dict[str, set[str]] = {}
     targets = lora_targets(args, options) if options.adapter == "lora" else []
     for name in replaced:
