@@ -71,13 +71,13 @@ FAMILIES = {
             "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
             "norm_topk_prob": True, "mlp_only_layers": [0],
         },
-        active={"30B-A3B": 3_353_032_704, "235B-A22B": 22_190_763_008},
+        active={"30B-A3B": 3_353_032_704, "235B-A22B": 22_190_763_520},
     ),
     "mixtral": Family(
         "Mixtral",
-        {"8x7B": 46_702_792_704, "8x22B": 140_630_071_296},
+        {"8x7B": 46_702_792_704, "8x22B": 140_620_634_112},
         options={"num_local_experts": 8},
-        active={"8x7B": 12_879_925_248, "8x22B": 39_161_659_392},
+        active={"8x7B": 12_879_925_248, "8x22B": 39_152_031_744},
     ),
 }  # fmt: skip
 """By ``model.name``."""

@@ -59,8 +59,8 @@ def test_rotary_frequencies_are_no_weights() -> None:
 )
 def test_a_name_that_no_llama_has_there_is_none_of_ours(name: str) -> None:
     found = LLAMA.from_hf(name)
-    assert found is not None and found.startswith(name)
-    assert found not in LLAMA
+    assert found is not None and found[0].startswith(name)
+    assert found[0] not in LLAMA
 
 
 def test_no_parameter_of_a_llama_has_no_name_there() -> None:

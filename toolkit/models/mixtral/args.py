@@ -28,7 +28,7 @@ PRESETS = {
         ),
         "8x7B": _8X7B,
         "8x22B": replace(
-            _8X7B, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, vocab_size=32768, max_seq_len=65536,
+            _8X7B, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536,
             moe=MoEArgs(num_experts=8, top_k=2, ffn_dim=16384, route_norm=True),
         ),
     }

@@ -1,4 +1,4 @@
-"""Presets of the published Qwen3 models with experts (their config.json at Hugging Face). Imports no torch."""
+"""Presets of the published Qwen3 models with experts (their config.json on the Hub). Imports no torch."""
 
 from __future__ import annotations
 
