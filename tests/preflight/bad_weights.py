@@ -224,7 +224,7 @@ CASES = [
             "missing: model.layers.2.": _model(num_hidden_layers=3),
             "unexpected: model.layers.1.": _model(num_hidden_layers=1),
             "missing: model.layers.0.mlp.experts.4.gate_proj.weight": _model(args=MOE, num_experts=5),
-            "unexpected: model.layers.0.mlp.experts.3.gate_proj.weight": _model(args=MOE, num_experts=3),
+            "unexpected: model.layers.0.mlp.experts.3.": _model(args=MOE, num_experts=3),
             "wrong shape: model.layers.0.mlp.experts.0.gate_proj.weight (16, 32), expected (24, 32)": _model(
                 args=MOE, moe_intermediate_size=24
             ),

@@ -340,15 +340,19 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
 
 def _compact(modules: set[str], args: ModelArgs, hf_names: Mapping[str, str]) -> list[str]:
     """Return the shortest targets for ``modules``: last components if ``modules`` contains all layers of a
-    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given."""
+    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given; PEFT would also apply
+    the last component of an expert's name to the experts."""
     layers = list(linear_layers(args))
     by_last: dict[str, set[str]] = {}
     for layer in layers:
         by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)
     if modules == set(layers) and not hf_names:
         return [ALL_LINEAR]
+    experts = {row.hf.split(".")[-2] for row in table(args).values() if row.experts}
     if all(names <= modules or not names & modules for names in by_last.values()):
-        return [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
+        compact = [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
+        if experts.isdisjoint(compact):
+            return compact
     if not hf_names:
         return sorted(modules, key=layers.index)
     to_hf = table(args).to_hf
