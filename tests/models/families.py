@@ -22,12 +22,14 @@ class Family:
         parameters: the counts that the model cards tell by ``model.flavor``, a tied head once.
         template: trl's copy of its chat template, if it has one.
         options: of its small model, beside those of all.
+        active: the counts of parameters that compute a token, by ``model.flavor``, if it has experts.
     """
 
     theirs: str
     parameters: Mapping[str, int]
     template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    active: Mapping[str, int] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -62,7 +64,22 @@ FAMILIES = {
         "qwen3",
         {"head_dim": 32},
     ),
-}
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        {"30B-A3B": 30_532_122_624, "235B-A22B": 235_093_634_560},
+        options={
+            "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+            "norm_topk_prob": True, "mlp_only_layers": [0],
+        },
+        active={"30B-A3B": 3_353_032_704, "235B-A22B": 22_190_763_520},
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        {"8x7B": 46_702_792_704, "8x22B": 140_620_634_112},
+        options={"num_local_experts": 8},
+        active={"8x7B": 12_879_925_248, "8x22B": 39_152_031_744},
+    ),
+}  # fmt: skip
 """By ``model.name``."""
 RELEASES = {"mistral0.2": {"7B": 7_241_732_096}, "mistral0.3": {"7B": 7_248_023_552}}
 """The counts of releases that differ from one of ``FAMILIES`` in their sizes alone."""
@@ -89,6 +106,13 @@ def save_transformers(
         torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.15)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def published(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' ``tensors`` of ``model`` by the names in files, where each expert has its own."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
 
 
 def read(folder: Path) -> Decoder:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import run_world
-from tests.models.families import FAMILIES, RELEASES, read, save_transformers
+from tests.models.families import FAMILIES, RELEASES, published, read, save_transformers
 from tests.models.small_llama import tokens_and_labels
 from tests.weights.stories import empty_model
 from toolkit.checkpoint.manager import CheckpointManager
@@ -37,6 +37,7 @@ from toolkit.weights.safetensors import SafetensorsFolder
 
 TRL = importlib.util.find_spec("trl")
 every_family = pytest.mark.parametrize("name", FAMILIES)
+DENSE = [name for name, family in FAMILIES.items() if not family.active]
 PARAMETERS = {name: family.parameters for name, family in FAMILIES.items()} | RELEASES
 SIZES = [(name, flavor) for name, sizes in PARAMETERS.items() for flavor in sizes]
 
@@ -52,12 +53,20 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_hf_config(tmp_path) == args
     with torch.device("meta"):
-        ours = {rows.to_hf(name): it.shape for name, it in Decoder(args).named_parameters()}
+        ours = {name: it.shape for name, it in Decoder(args).named_parameters()}
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert ours == {name: it.shape for name, it in theirs.named_parameters()}
-    assert all(rows.to_hf(str(rows.from_hf(name))) == name for name in ours)
-    found = sum(shape.numel() for shape in ours.values())
+    named = published(theirs, dict(theirs.named_parameters()))
+    assert ours == rows.shapes and rows.hf_shapes == {name: tuple(it.shape) for name, it in named.items()}
+    found = sum(it.numel() for it in theirs.parameters())
     assert parameter_count(args) == found == PARAMETERS[name][flavor]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"), [(name, flavor) for name, family in FAMILIES.items() for flavor in family.active]
+)
+def test_active_parameters_are_those_of_the_chosen_experts(name: str, flavor: str) -> None:
+    rows = table(presets()[name][flavor]).values()
+    assert sum(row.active_size for row in rows) == FAMILIES[name].active[flavor]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -74,11 +83,14 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
     # fp32 rounding, the reference's fp32 angles above all; logits are of order 3.
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
     assert abs(loss - expected) < 1e-6 * expected
-    reference_grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    reference_grads = published(reference, {name: it.grad for name, it in reference.named_parameters()})
     rows = table(model.args)
     for parameter_name, parameter in model.named_parameters():
-        theirs, ours = reference_grads[rows.to_hf(parameter_name)], parameter.grad
-        if rows[parameter_name].rotary:
+        row, ours = rows[parameter_name], parameter.grad
+        theirs = torch.stack([reference_grads[it] for it in row.hf_names])
+        if not row.experts:
+            [theirs] = theirs
+        if row.rotary:
             pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
             ours = pairs.transpose(1, 2).reshape(theirs.shape)
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), parameter_name
@@ -121,7 +133,8 @@ def test_files_of_hugging_face_come_back_as_they_were(name: str, tied: bool, tmp
     assert read_hf_config(tmp_path / "back") == read_hf_config(tmp_path / "hf")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert type(again).__name__ == f"{FAMILIES[name].theirs}ForCausalLM"
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in before.items())
+    after = published(again, again.state_dict())
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def _there_and_back(folder: Path) -> dict[str, torch.Tensor]:
@@ -142,7 +155,7 @@ def _check_alike(folder: Path) -> dict[str, torch.Tensor]:
 
 def _through_a_mesh(folder: str) -> None:
     """Have each family's files read into a model split by tp and FSDP, saved by it, and written again."""
-    for name in FAMILIES:
+    for name in DENSE:
         source = SafetensorsFolder(Path(folder, name, "hf"))
         named = dict(empty_model(source.args, {"tensor_parallel_degree": 2}).named_parameters())
         load_weights(source, named)
@@ -154,10 +167,10 @@ def _through_a_mesh(folder: str) -> None:
 
 
 def test_files_come_back_as_they_were_from_a_mesh(tmp_path: Path) -> None:
-    for name in FAMILIES:
+    for name in DENSE:
         save_transformers(tmp_path / name / "hf", name, vocab=308)
     run_world(_through_a_mesh, 4, str(tmp_path))
-    for name in FAMILIES:
+    for name in DENSE:
         _check_alike(tmp_path / name)
 
 
@@ -196,9 +209,11 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
 
     optional = ("head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings")
     absent = (*optional, "num_key_value_heads", "use_sliding_window")  # which leaves the window unused
-    folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, sliding_window=4096)
+    window = {} if name == "mixtral" else {"sliding_window": 4096}  # Mixtral has no such switch
+    folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, **window)
     args, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder)
-    assert args.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    even = theirs.hidden_size // theirs.num_attention_heads
+    assert args.head_dim == (getattr(theirs, "head_dim", None) or even)
     assert (args.n_kv_heads, args.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
     assert args.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (args.max_seq_len, args.tie_embeddings) == (

@@ -193,7 +193,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (as_json(rope_scaling=LLAMA3 | {"partial_rotary_factor": 0.5}), "rope_scaling.partial_rotary_factor"),
         (as_json(rope_scaling=4), "rope_scaling = 4: must be an object"),
         (as_json(quantization_config={"bits": 4}), "quantized weights"),
-        (as_json(num_local_experts=8), "mixtures of experts"),
+        (as_json(num_local_experts=8), "no mixture of experts"),
         (as_json(auto_map={"AutoModelForCausalLM": "modeling.Own"}), "custom code"),
         (as_json(residual_multiplier=0.2), "residual_multiplier = 0.2: must be 1"),
         (as_json(num_key_value_heads=3), "num_key_value_heads = 3: must divide num_attention_heads"),

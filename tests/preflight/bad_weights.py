@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tests.preflight.bad_runs import TOKENIZER, Bad, bad, save
-from toolkit.models.common.args import ModelArgs
-from toolkit.models.llama import SPEC
+from toolkit.models.common.args import ModelArgs, MoEArgs
 from toolkit.models.parameters import table
+from toolkit.models.registry import spec
 
 SHAPE = ModelArgs(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=4352, head_dim=8, rope_theta=5e5
 )
+MOE = replace(SHAPE, family="qwen3_moe", qk_norm=True, moe=MoEArgs(4, 2, 16))
 IN_HF = "checkpoint.enable checkpoint.initial_load_in_hf"
 FROM_M = f"checkpoint.initial_load_path=m {IN_HF}"
 NAMED = (
@@ -28,15 +30,15 @@ NAMED = (
 def write_config(at: Path, args: ModelArgs, **fields: Any) -> Path:
     """A folder with config.json alone, ``fields`` of it changed."""
     at.mkdir()
-    config = SPEC.hf_config().write(args, dtype="float32", bos=1, eos=2, pad=None)
+    config = spec(args.family).hf_config().write(args, dtype="float32", bos=1, eos=2, pad=None)
     (at / "config.json").write_text(json.dumps(config | fields))
     return at
 
 
-def write_model(folder: Path, name: str = "m", **fields: Any) -> Path:
+def write_model(folder: Path, name: str = "m", args: ModelArgs = SHAPE, **fields: Any) -> Path:
     """A Hugging Face folder of zeros in two files, with ``fields`` of config.json changed."""
-    at = write_config(folder / name, SHAPE, **fields)
-    tensors = {row.hf: np.zeros(row.shape, np.float32) for row in table(SHAPE).values()}
+    at = write_config(folder / name, args, **fields)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in table(args).hf_shapes.items()}
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = {name: files["layers.1" in name] for name in tensors}
     for file in files:
@@ -221,6 +223,11 @@ CASES = [
             ),
             "missing: model.layers.2.": _model(num_hidden_layers=3),
             "unexpected: model.layers.1.": _model(num_hidden_layers=1),
+            "missing: model.layers.0.mlp.experts.4.gate_proj.weight": _model(args=MOE, num_experts=5),
+            "unexpected: model.layers.0.mlp.experts.3.": _model(args=MOE, num_experts=3),
+            "wrong shape: model.layers.0.mlp.experts.0.gate_proj.weight (16, 32), expected (24, 32)": _model(
+                args=MOE, moe_intermediate_size=24
+            ),
             "wrong shape: model.layers.0.mlp.gate_proj.weight (48, 32), expected (64, 32)": _model(
                 intermediate_size=64
             ),

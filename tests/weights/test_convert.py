@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers import run_world
+from tests.models.families import save_transformers as save_moe
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.commands import convert as convert_weights
@@ -27,7 +28,7 @@ from toolkit.io.locks import claim
 from toolkit.weights import convert as conversion_module
 from toolkit.weights import dcp_write, folder_write, hf_write
 from toolkit.weights import source as source_module
-from toolkit.weights.convert import convert, prepare
+from toolkit.weights.convert import convert, mapping, prepare
 from toolkit.weights.folder_write import no_progress
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.open import CheckpointWeights, open_weights
@@ -185,6 +186,30 @@ def test_a_stored_head_is_compared_with_the_embedding_to_the_last_value(
     for folder, key in {"hf": "tie_word_embeddings", "differs": "tied_embeddings"}.items():
         for way in ways[folder].split():
             assert f'set "{key}" to false' in _refused(way, tmp_path / folder, tmp_path)
+
+
+def test_experts_are_spread_over_files_of_limited_size(
+    tmp_path: Path,
+) -> None:
+    """One matrix of experts, stacked, is larger than a file."""
+    save_moe(tmp_path / "hf", "mixtral")
+    _convert("hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", verify=True)
+    stacked = open_weights(tmp_path / "dcp").tensors["layers.2.moe.experts.w2"]
+    assert stacked.shape == (8, 64, 96)
+    limit = stacked.nbytes // 2
+    conversion = prepare("dcp-to-hf", tmp_path / "dcp", tmp_path / "back", max_bytes=limit)
+    lines = dict(line.split(" ", 1) for line in mapping(conversion))
+    assert lines["layers.2.moe.experts.w2"].startswith(
+        "(8, 64, 96) float32 -> model.layers.2.block_sparse_moe.experts.{0..7}.w2.weight (64, 96) float32 in "
+    )
+    convert(conversion, verify=True)
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert all(sum(it.nbytes for it in load_file(file).values()) <= limit for file in files)
+    assert _same(_safetensors(tmp_path / "back"), _safetensors(tmp_path / "hf"))
+    weight_map = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weight_map == {name: file.name for file in files for name in load_file(file)}
+    where = {weight_map[f"model.layers.2.block_sparse_moe.experts.{it}.w2.weight"] for it in range(8)}
+    assert len(where) > 1 and lines["layers.2.moe.experts.w2"].endswith(", ".join(sorted(where)))
 
 
 def test_dtype_and_vocabulary_change_on_the_way(tmp_path: Path, small_files: None) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -24,6 +25,7 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
 from toolkit.generation.load import LoadedModel, load_model
 from toolkit.loss import IGNORED_LABEL
+from toolkit.models.common.args import MoEArgs
 from toolkit.weights.load import open_on_all_ranks
 from toolkit.weights.open import CheckpointWeights, open_weights
 
@@ -259,3 +261,40 @@ def test_a_folder_has_the_loss_of_transformers_or_is_rejected(case: str, tmp_pat
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         expected = theirs(tokens, labels=tokens).loss.item()
     assert abs(found - expected) < 1e-5
+
+
+MOE = MoEArgs(16, 4, 24, 1, "sigmoid", True, 2.5, True, 4, 2, 1, 3)
+
+
+def _with_moe(folder: Path, moe: object) -> CheckpointWeights:
+    return CheckpointWeights(folder, Metadata({}), {"model": asdict(small()) | {"moe": moe}})
+
+
+def test_a_manifest_may_have_experts(tmp_path: Path) -> None:
+    moe = json.loads(json.dumps(asdict(MOE)))
+    assert _with_moe(tmp_path, moe).args == replace(small(), moe=MOE)
+    needed = {key: moe[key] for key in ("num_experts", "top_k", "ffn_dim")}
+    assert _with_moe(tmp_path, needed).args.moe == MoEArgs(16, 4, 24)
+    assert _with_moe(tmp_path, None).args.moe is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"top_k": 17}, "moe.top_k = 17: must be at most num_experts, which is 16"),
+        ({"ffn_dim": None}, "moe.ffn_dim is missing"),
+        ({"num_experts": 0}, "moe.num_experts = 0: must be a positive integer"),
+        ({"first_dense": -1}, "moe.first_dense = -1: must be a nonnegative integer"),
+        ({"step": 0}, "moe.step = 0: must be a positive integer"),
+        ({"score_func": "tanh"}, 'moe.score_func = "tanh": must be "softmax" or "sigmoid"'),
+        ({"route_norm": 1}, "moe.route_norm = 1: must be true or false"),
+        ({"route_scale": 0}, "moe.route_scale = 0: must be a positive number"),
+        ({"capacity": 2}, "moe.capacity = 2: is not a model field of this toolkit"),
+    ],
+)
+def test_invalid_experts_of_a_manifest_are_reported(
+    change: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        _with_moe(tmp_path, asdict(MOE) | change)
+    assert says in str(caught.value)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Pa
 
 
 def peft_config(
-    args: ModelArgs, options: Finetune, *, base: str | None, replaced: Iterable[str]
+    args: ModelArgs, options: Finetune, *, base: str | None, replaced: Collection[str]
 ) -> dict[str, Any]:
     """Build adapter_config.json for an adapter; ``replaced`` are model parameters that were trained too.
 
@@ -304,7 +304,7 @@ def peft_config(
     return config
 
 
-def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[str] = ()) -> str:
+def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection[str] = ()) -> str:
     """Return why PEFT does not support an adapter, or ""."""
     if options.adapter == "prefix_tuning" and args.sliding_window:
         return "it would apply the model's sliding window to the prefix, which this toolkit does not"
@@ -318,6 +318,9 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[s
         return "a classification head is trained too"
     if options.adapter != "lora" and (options.trainable or list(replaced)):
         return "parameters of the model are trained too (finetune.trainable)"
+    rows = table(args)
+    if experts := [name for name in replaced if name in rows and rows[name].experts]:
+        return f"it cannot save experts, such as {experts[0]} (finetune.trainable)"
     kinds: dict[str, set[str]] = {}
     targets = lora_targets(args, options) if options.adapter == "lora" else []
     for name in replaced:
@@ -337,15 +340,19 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Iterable[s
 
 def _compact(modules: set[str], args: ModelArgs, hf_names: Mapping[str, str]) -> list[str]:
     """Return the shortest targets for ``modules``: last components if ``modules`` contains all layers of a
-    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given."""
+    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given; PEFT would also apply
+    the last component of an expert's name to the experts."""
     layers = list(linear_layers(args))
     by_last: dict[str, set[str]] = {}
     for layer in layers:
         by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)
     if modules == set(layers) and not hf_names:
         return [ALL_LINEAR]
+    experts = {row.hf.split(".")[-2] for row in table(args).values() if row.experts}
     if all(names <= modules or not names & modules for names in by_last.values()):
-        return [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
+        compact = [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
+        if experts.isdisjoint(compact):
+            return compact
     if not hf_names:
         return sorted(modules, key=layers.index)
     to_hf = table(args).to_hf

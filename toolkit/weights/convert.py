@@ -39,9 +39,9 @@ from toolkit.weights.hf_assets import (
 )
 from toolkit.weights.hf_write import (
     MAX_BYTES,
+    Published,
     SpecialTokens,
     generation_config,
-    shard_names,
     write_hf,
 )
 from toolkit.weights.meta_folder import MetaFolder
@@ -49,7 +49,7 @@ from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_weights
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
-from toolkit.weights.views import Cast, Resized, check_complete, in_order, origin, split_into_files
+from toolkit.weights.views import Cast, Resized, check_complete, in_order, origin
 
 MERGE = "merge"
 FORMATS: Mapping[str, type] = {"hf": SafetensorsFolder, "meta": MetaFolder, "dcp": CheckpointWeights}
@@ -210,18 +210,19 @@ def convert(conversion: Conversion, *, verify: bool = False, progress: Progress 
 
 
 def mapping(conversion: Conversion) -> Iterator[str]:
-    """Yield one line per tensor with its name, shape, dtype and file before and after conversion."""
+    """Yield one line per tensor with its name, shape, dtype and file before and after conversion. Stacked
+    experts, which are one Hugging Face tensor each, share a line."""
     source = conversion.source
-    tensors, rows = in_order(source), table(source.args)
-    shards = split_into_files(tensors, conversion.max_bytes)
-    files = {
-        name: file for file, shard in zip(shard_names(len(shards)), shards, strict=True) for name in shard
-    }
-    for name, stored in tensors.items():
+    rows, published = table(source.args), Published(source)
+    files = {name: file for file, names in published.files(conversion.max_bytes).items() for name in names}
+    for name, stored in in_order(source).items():
         before = conversion.original.tensors[name]
         new_name, file = name, PART
         if conversion.to == "hf":
-            new_name, file = rows.to_hf(name), files[name]
+            row = rows[name]
+            new_name = row.hf.replace("{}", f"{{0..{row.experts - 1}}}")
+            file = ", ".join(dict.fromkeys(files[theirs] for theirs in row.hf_names))
+            stored = published.tensors[row.hf_names[0]]
         elif conversion.to == "dcp":
             new_name, file = MODEL_PREFIX + name, conversion.out.name
         reordered = rows[name].rotary and (

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.distributed.agreement import Ranks
+from toolkit.io.tensor_file import Region, whole
 from toolkit.launcher.environment import threads
 from toolkit.models.common.hf_config import GENERATION_CONFIG, generation_config_json
 from toolkit.models.common.parameter_table import hf_row_order
@@ -28,8 +29,8 @@ from toolkit.models.registry import spec
 from toolkit.weights.folder_write import Folder, Progress, no_progress, write_folder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.safetensors_header import INDEX, SINGLE
-from toolkit.weights.source import WeightSource
-from toolkit.weights.views import in_order, split_into_files
+from toolkit.weights.source import StoredTensor, WeightSource
+from toolkit.weights.views import View, in_order, split_into_files
 
 MAX_BYTES = 5 * 10**9
 
@@ -59,15 +60,49 @@ def write_hf(
 
     The other arguments are those of :func:`toolkit.weights.folder_write.write_folder`.
     """
-    shards = split_into_files(in_order(source), max_bytes)
-    files = dict(zip(shard_names(len(shards)), map(list, shards), strict=True))
+    published = Published(source)
+    files = published.files(max_bytes)
     folder = Folder(
         files=files,
-        others=_configs(source, tokens) | (_index(source, files) if len(files) > 1 else {}) | dict(others),
-        write=partial(_save, source, progress),
+        others=_configs(source, tokens) | (_index(published, files) if len(files) > 1 else {}) | dict(others),
+        write=partial(_save, published, progress),
         open=SafetensorsFolder,
     )
-    write_folder(source, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
+    write_folder(published, out, folder, ranks=ranks, progress=progress, check=check, replace=replace)
+
+
+class Published(View):
+    """A view of the tensors of a Hugging Face folder: by their names there, in the model's order, one matrix
+    per expert, and with the rows of each head in Hugging Face's order. They are read in whole."""
+
+    def __init__(self, base: WeightSource):
+        super().__init__(base)
+        self._rows = table(base.args)
+        tensors: dict[str, StoredTensor] = {}
+        for name, stored in in_order(base).items():
+            row = self._rows[name]
+            shape = stored.shape[1:] if row.experts else stored.shape
+            tensors |= dict.fromkeys(row.hf_names, StoredTensor(shape, stored.dtype))
+        self.tensors = tensors
+
+    def files(self, max_bytes: int) -> dict[str, list[str]]:
+        """Return the tensors of each file, by file name."""
+        shards = split_into_files(self.tensors, max_bytes)
+        return dict(zip(_shard_names(len(shards)), map(list, shards), strict=True))
+
+    def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
+        assert region is None and out is None
+        found = self._rows.from_hf(name)
+        assert found is not None
+        ours, index = found
+        row = self._rows[ours]
+        if row.experts:
+            return self.base.read(ours, (slice(index, index + 1), *whole(self.tensors[name].shape)))[0]
+        tensor = self.base.read(ours)
+        if head_dim := row.rotary:
+            order = hf_row_order(range(len(tensor)), head_dim)
+            tensor = tensor.index_select(0, torch.tensor(order))
+        return tensor
 
 
 def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
@@ -76,33 +111,28 @@ def generation_config(tokens: SpecialTokens) -> dict[str, bytes]:
     return {GENERATION_CONFIG: _json(ids)} if ids else {}
 
 
-def shard_names(count: int) -> list[str]:
+def _shard_names(count: int) -> list[str]:
     """Return the names of ``count`` safetensors files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _save(source: WeightSource, progress: Progress, path: Path, names: Sequence[str]) -> None:
+def _save(source: Published, progress: Progress, path: Path, names: Sequence[str]) -> None:
     """Write one file from memory; several threads read its tensors."""
-    rows = table(source.args)
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)
-        if head_dim := rows[name].rotary:
-            order = hf_row_order(range(len(tensor)), head_dim)
-            tensor = tensor.index_select(0, torch.tensor(order))
         progress(tensor.nbytes)
         return tensor
 
     with ThreadPoolExecutor(threads()) as pool:
-        tensors = dict(zip(map(rows.to_hf, names), pool.map(read, names), strict=True))
+        tensors = dict(zip(names, pool.map(read, names), strict=True))
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _index(source: WeightSource, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
-    to_hf = table(source.args).to_hf
-    weight_map = {to_hf(name): file for file, names in files.items() for name in names}
+def _index(source: Published, files: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
+    weight_map = {name: file for file, names in files.items() for name in names}
     total = sum(stored.nbytes for stored in source.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return {INDEX: _json(index)}

@@ -22,11 +22,12 @@ from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
-from toolkit.io.json_fields import Fields, check_heads, is_count
+from toolkit.io.json_fields import Fields, check_heads, is_count, is_size
 from toolkit.models.common.args import (
     Classifier,
     LinearScaling,
     ModelArgs,
+    MoEArgs,
     RopeScaling,
     Scaling,
     YarnScaling,
@@ -97,9 +98,9 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         sliding_window=given.count("sliding_window") if "sliding_window" in given.values else None,
         family=family if isinstance(family, str) else "",
         classifier=_classifier(given),
+        moe=_moe(given),
     )
-    for name in given.values.keys() - {field.name for field in fields(ModelArgs)}:
-        given.reject(name, "is not a model field of this toolkit")
+    _reject_unknown(given, ModelArgs)
     check_heads(
         given, heads="n_heads", kv_heads="n_kv_heads", n_heads=args.n_heads, n_kv_heads=args.n_kv_heads
     )
@@ -108,6 +109,11 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     except DataError as error:
         raise CheckpointError(str(error)) from None
     return args
+
+
+def _reject_unknown(given: Fields, kind: type[ModelArgs] | type[MoEArgs]) -> None:
+    for name in given.values.keys() - {field.name for field in fields(kind)}:
+        given.reject(name, "is not a model field of this toolkit")
 
 
 def _scaling(given: Fields) -> Scaling:
@@ -144,6 +150,35 @@ def _classifier(given: Fields) -> Classifier | None:
         inner.reject("hidden_sizes", "must be sizes of layers")
         sizes = []
     return Classifier(tuple(labels), tuple(sizes))
+
+
+def _moe(given: Fields) -> MoEArgs | None:
+    inner = given.inner("moe")
+    if inner is None:
+        return None
+    sizes = {}
+    for name in ("num_shared_experts", "num_expert_groups", "num_limited_groups", "first_dense"):
+        sizes[name] = inner.values.get(name, 0)
+        if not is_size(sizes[name]):
+            inner.reject(name, "must be a nonnegative integer")
+    score_func = inner.values.get("score_func", MoEArgs.score_func)
+    if score_func not in ("softmax", "sigmoid"):
+        inner.reject("score_func", 'must be "softmax" or "sigmoid"')
+    experts, top_k = inner.count("num_experts"), inner.count("top_k")
+    if top_k > experts:
+        inner.reject("top_k", f"must be at most num_experts, which is {experts}")
+    _reject_unknown(inner, MoEArgs)
+    return MoEArgs(
+        experts,
+        top_k,
+        inner.count("ffn_dim"),
+        score_func=score_func,
+        route_norm=inner.flag("route_norm"),
+        route_scale=inner.positive("route_scale", MoEArgs.route_scale),
+        expert_bias=inner.flag("expert_bias"),
+        step=inner.count("step", MoEArgs.step),
+        **sizes,
+    )
 
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:

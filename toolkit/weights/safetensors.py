@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from toolkit.models.common.spec import CONFIG
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import table
 from toolkit.weights.safetensors_header import model_entries
-from toolkit.weights.source import Region, StoredTensor, TiedHead
+from toolkit.weights.source import Region, StoredTensor, TiedHead, reject_mismatches
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -23,28 +24,61 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class SafetensorsFolder:
     """A :class:`toolkit.weights.source.WeightSource`. ``note`` reports stored tensors that are ignored.
 
+    Experts are stacked while being read, each from its own matrix in the files.
+
     Raises:
-        DataError: the folder is missing, of an unknown model, or damaged.
+        DataError: the folder is missing, of an unknown model, or damaged; or experts that belong to one
+            tensor are missing or differ in shape or dtype.
     """
 
     def __init__(self, place: Path):
         self.place = place
         self.args = read_hf_config(place)
-        self._places: dict[str, TensorPlace] = {}
+        self._places: dict[str, dict[int, TensorPlace]] = {}
         entries, self.note = model_entries(place, self.args)
         for hf_name, entry in entries.items():
-            name = table(self.args).from_hf(hf_name)
-            assert name is not None
-            self._places[name] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
-        stored = {name: StoredTensor(place.shape, place.dtype) for name, place in self._places.items()}
-        self._tied_head = TiedHead(self, stored, key="tie_word_embeddings", config=CONFIG)
+            found = table(self.args).from_hf(hf_name)
+            assert found is not None
+            name, expert = found
+            matrices = self._places.setdefault(name, {})
+            matrices[expert] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
+        self._check_experts()
+        self._stored = {name: self._stack(name, matrices[0]) for name, matrices in self._places.items()}
+        self._tied_head = TiedHead(self, self._stored, key="tie_word_embeddings", config=CONFIG)
         self.tensors: Mapping[str, StoredTensor] = self._tied_head.tensors
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        place = self._places[name]
-        region = whole(place.shape) if region is None else region
-        out = new_output(place.shape, place.dtype, region, out)
-        row = table(self.args).get(name)
-        read_region(place, region, out, paired_rows=row.rotary if row else 0)
+        matrices, stored, row = self._places[name], self._stored[name], table(self.args).get(name)
+        region = whole(stored.shape) if region is None else region
+        out = new_output(stored.shape, stored.dtype, region, out)
+        if row is not None and row.experts:
+            experts, *inside = region
+            for expert, matrix in zip(range(experts.start, experts.stop), out, strict=True):
+                read_region(matrices[expert], inside, matrix)
+        else:
+            read_region(matrices[0], region, out, paired_rows=row.rotary if row else 0)
         self._tied_head.check(name, region, out, partial(self.read, HEAD))
         return out
+
+    def _stack(self, name: str, first: TensorPlace) -> StoredTensor:
+        row = table(self.args).get(name)
+        experts = (row.experts,) if row and row.experts else ()
+        return StoredTensor((*experts, *first.shape), first.dtype)
+
+    def _check_experts(self) -> None:
+        """Reject experts that cannot be stacked. Readers report a tensor of which no expert is stored."""
+        missing, shapes, dtypes = [], [], []
+        for name, matrices in self._places.items():
+            row = table(self.args).get(name)
+            if row is None or not row.experts:
+                continue
+            [(dtype, _)] = Counter(matrix.dtype for matrix in matrices.values()).most_common(1)
+            for expert, hf_name in enumerate(row.hf_names):
+                if (matrix := matrices.get(expert)) is None:
+                    missing.append(hf_name)
+                elif matrix.shape != row.hf_shape:
+                    shapes.append(f"{hf_name} {matrix.shape} instead of {row.hf_shape}")
+                elif matrix.dtype != dtype:
+                    dtypes.append(f"{hf_name} {matrix.dtype} instead of {dtype}".replace("torch.", ""))
+        problems = {"missing": missing, "of another shape": shapes, "of another dtype": dtypes}
+        reject_mismatches(self.place, problems)

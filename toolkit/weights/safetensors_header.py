@@ -58,9 +58,8 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
             with the index; or the model is quantized.
     """
     rows, found = table(args), folder_entries(folder)
-    expected = {row.hf for row in rows.values()}
     buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in ITEM_BYTES}
-    note = ignored_note(folder, buffers, found, expected)
+    note = ignored_note(folder, buffers, found, rows.hf_shapes)
     entries = {
         name: entry for name, entry in found.items() if name not in buffers and rows.from_hf(name) is not None
     }

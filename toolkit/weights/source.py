@@ -17,10 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from toolkit.errors import DataError
+from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import BUFFER_BYTES, Region
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, HEAD
+
+_SHOWN = 20  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ class WeightSource(Protocol):
                 DataError: the file has changed, is shorter than its header declares, or cannot be read.
         """
         ...
+
+
+def reject_mismatches(place: Path, problems: Mapping[str, list[str]]) -> None:
+    """Raise DataError if there are tensors, by kind of problem, that do not match the model's config."""
+    lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in problems.items() if names]
+    if lines:
+        raise DataError("\n  ".join([f"{place} does not match the model in its config:", *lines]))
 
 
 class TiedHead:

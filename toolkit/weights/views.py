@@ -11,14 +11,11 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from toolkit.errors import DataError, first_few
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, HEAD
 from toolkit.models.parameters import parameter_shapes
-from toolkit.weights.source import Region, StoredTensor, WeightSource
-
-_SHOWN = 20  # maximum number of names in a message
+from toolkit.weights.source import Region, StoredTensor, WeightSource, reject_mismatches
 
 
 class View:
@@ -171,6 +168,4 @@ def check_complete(source: WeightSource) -> None:
             if not it.dtype.is_floating_point
         ],
     }
-    lines = [f"{what}: {first_few(names, _SHOWN)}" for what, names in problems.items() if names]
-    if lines:
-        raise DataError("\n  ".join([f"{source.place} does not match the model in its config:", *lines]))
+    reject_mismatches(source.place, problems)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.types import MAX_LAYERS
+from toolkit.errors import DataError
 from toolkit.io.json_fields import Fields, check_heads
 from toolkit.models.common.args import (
     Classifier,
     LinearScaling,
     ModelArgs,
+    MoEArgs,
     RopeScaling,
     Scaling,
     YarnScaling,
@@ -27,6 +29,9 @@ from toolkit.models.common.args import (
 
 GENERATION_CONFIG = "generation_config.json"
 _ONE_LABEL = "single_label_classification"
+
+EXPERTS = ("num_experts", "num_local_experts")
+"""Names of the number of experts, in different versions of transformers."""
 
 _MUST_BE_FALSE = {
     "attention_bias": "the output projection of {it} has no bias",
@@ -45,8 +50,6 @@ _MUST_BE_ABSENT = {
     "attn_logit_softcapping": "{it} does not cap its attention",
     "final_logit_softcapping": "{it} does not cap its logits",
     "no_rope_layers": "every layer of {it} uses RoPE",
-    "num_experts": "mixtures of experts are not supported",
-    "num_local_experts": "mixtures of experts are not supported",
     "quantization_config": "quantized weights are not supported: use the original model",
 }
 _MUST_BE_ONE = {
@@ -67,6 +70,7 @@ class HFConfig:
             head_dim: default; None means ``hidden_size / num_attention_heads``.
             n_kv_heads: default; None here, or null in the file, means ``num_attention_heads``.
             sliding_window: default (null in the file means no window); None if the family has no windows.
+        norm_eps, rope_theta: defaults.
         extra: additional fields to write.
     """
 
@@ -79,6 +83,8 @@ class HFConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     sliding_window: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
@@ -104,7 +110,7 @@ class HFConfig:
             ffn_dim=fields.count("intermediate_size"),
             vocab_size=fields.count("vocab_size"),
             head_dim=fields.count("head_dim", self.head_dim or max(1, dim // n_heads)),
-            norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            norm_eps=fields.positive("rms_norm_eps", self.norm_eps),
             rope_theta=theta,
             rope_scaling=scaling,
             max_seq_len=max_seq_len,
@@ -114,6 +120,7 @@ class HFConfig:
             sliding_window=self._window(fields, values),
             family=self.model_type,
             classifier=self._classifier(fields),
+            moe=self.read_moe(fields),
         )
         if args.classifier:
             args = replace(args, tie_embeddings=False)
@@ -132,7 +139,11 @@ class HFConfig:
     def write(
         self, args: ModelArgs, *, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
     ) -> dict[str, Any]:
-        """Build the config.json of a model with weights of ``dtype``, readable by transformers 4 and 5."""
+        """Build the config.json of a model with weights of ``dtype``, readable by transformers 4 and 5.
+
+        Raises:
+            DataError: the family's config.json cannot describe the model's experts.
+        """
         scaling, classifier = args.rope_scaling, args.classifier
         fields: dict[str, Any] = {
             "architectures": [self.classifier if classifier else self.architecture],
@@ -169,7 +180,21 @@ class HFConfig:
             }
         if self.sliding_window:
             fields["sliding_window"] = args.sliding_window
-        return dict(sorted({**fields, **self.extra}.items()))
+        fields |= {**self.extra, **self.write_moe(args)}
+        if self.read_moe(Fields(fields)) != args.moe:
+            raise DataError(f"the config.json of {self.display_name} cannot describe {args.moe}")
+        return dict(sorted(fields.items()))
+
+    def read_moe(self, fields: Fields) -> MoEArgs | None:
+        """Read the experts of a family that has them; this one has none."""
+        for key in EXPERTS:
+            if key in fields.values:
+                fields.reject(key, f"must be absent or null: {self.display_name} has no mixture of experts")
+        return None
+
+    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
+        """Return the fields that :meth:`read_moe` reads."""
+        return {}
 
     @property
     def classifier(self) -> str:
@@ -223,7 +248,7 @@ class HFConfig:
     def _rope(self, fields: Fields, max_seq_len: int) -> tuple[float, Scaling | None]:
         """Read theta and the scaling from either format, with transformers 5's precedence."""
         rope = fields.inner("rope_scaling") or fields.inner("rope_parameters")
-        theta = fields.positive("rope_theta", 10000.0)
+        theta = fields.positive("rope_theta", self.rope_theta)
         if rope is None:
             return theta, None
         theta = rope.positive("rope_theta", theta)

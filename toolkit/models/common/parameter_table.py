@@ -84,6 +84,16 @@ class ParameterRow:
         return math.prod(self.shape)
 
     @property
+    def hf_names(self) -> list[str]:
+        """Names in Hugging Face checkpoints: one, or one per expert."""
+        return [self.hf.format(expert) for expert in range(self.experts)] if self.experts else [self.hf]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """Shape in Hugging Face checkpoints: the parameter's, or that of one expert's matrix."""
+        return self.shape[1:] if self.experts else self.shape
+
+    @property
     def active_size(self) -> int:
         """Number of elements that compute a token."""
         return self.size // self.experts * self.chosen if self.experts else self.size
@@ -244,7 +254,6 @@ class ParameterTable(Mapping[str, ParameterRow]):
         tied_head = head_rows(args) if args.tie_embeddings else []
         self._all = [*self._rows.values(), *tied_head]
         self._hf = {row.name: row.hf for row in self._all}
-        self._ours = {theirs: ours for ours, theirs in self._hf.items()}
 
     def __getitem__(self, name: str) -> ParameterRow:
         return self._rows[name]
@@ -259,6 +268,11 @@ class ParameterTable(Mapping[str, ParameterRow]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of parameters and buffers by name."""
         return {name: row.shape for name, row in self.items()}
+
+    @cached_property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in a Hugging Face checkpoint by their names there, without a tied head."""
+        return {name: row.hf_shape for row in self.values() for name in row.hf_names}
 
     @cached_property
     def linear(self) -> dict[str, tuple[int, ...]]:
@@ -300,23 +314,28 @@ class ParameterTable(Mapping[str, ParameterRow]):
         }
 
     def to_hf(self, name: str) -> str:
-        """Return the Hugging Face name of ``name``, which may be that of a tied head.
+        """Return the Hugging Face name of ``name``, which may be that of a tied head. For stacked experts, {}
+        stands for an expert's index; :attr:`ParameterRow.hf_names` has every name.
 
         Raises:
             KeyError: the model has no such parameter.
         """
         return self._hf[name]
 
-    def from_hf(self, name: str) -> str | None:
-        """Return our name of the Hugging Face tensor ``name``; None for rotary frequencies, which are
-        computed.
+    def from_hf(self, name: str) -> tuple[str, int] | None:
+        """Return our name of the Hugging Face tensor ``name``, and the index of its expert, or 0; None for
+        rotary frequencies, which are computed.
 
         An unknown name gets a suffix, so that it is reported as unexpected even if it equals one of our names
         (as norm.weight does in a model saved without its head).
         """
         if name.endswith("rotary_emb.inv_freq"):
             return None
-        return self._ours.get(name, f"{name} (not of this model)")
+        return self._ours.get(name, (f"{name} (not of this model)", 0))
+
+    @cached_property
+    def _ours(self) -> dict[str, tuple[str, int]]:
+        return {name: (row.name, index) for row in self._all for index, name in enumerate(row.hf_names)}
 
 
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:

@@ -183,7 +183,7 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
         return [run.problem(key, rule, fix or otherwise, _IN_HF)]
     rows = table(theirs)
     shapes = {name: entry.shape for name, entry in entries.items()}
-    expected = {row.hf: row.shape for row in rows.values()}
+    expected = dict(rows.hf_shapes)
     if theirs.tie_embeddings and (head := rows.to_hf(HEAD)) in shapes:
         expected[head] = expected[rows.to_hf(EMBEDDING)]
     if not (differences := "; ".join(_differences(shapes, expected))):
