@@ -21,9 +21,11 @@ from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.open_adapter import open_adapter, open_adapter_on
+from toolkit.finetune.peft_config import unsupported_by_peft
 from toolkit.finetune.peft_folder import write_peft
 from toolkit.models.common.args import Classifier
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.registry import resolve
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 
@@ -55,6 +57,7 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
         for name, family in FAMILIES.items()
         for kind in ("lora", "dora", "prefix")
         if kind != "prefix" or not family.options.get("sliding_window")
+        if kind == "prefix" or not family.options.get("mlp_only_layers")
     ],
 )
 def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp_path: Path) -> None:
@@ -67,6 +70,18 @@ def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp
     expected = logits(adapted(adapter, lambda model: read(tmp_path / "base")))
     check_close(logits(found), expected)
     assert (logits(read(tmp_path / "base")) - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+def test_peft_has_no_format_for_what_it_would_apply_to_experts() -> None:
+    args = resolve("qwen3_moe", "debugmodel")
+    assert args.moe is not None
+    partly_dense = replace(args, moe=replace(args.moe, first_dense=1))
+    lora = Finetune.model_validate(KINDS["lora"])
+    assert not unsupported_by_peft(args, lora)
+    assert "in place of layers.0.feed_forward." in unsupported_by_peft(partly_dense, lora)
+    trained = ["layers.0.moe.router.gate.weight", "layers.0.moe.experts.w1"]
+    assert not unsupported_by_peft(args, lora, trained[:1])
+    assert "cannot save experts, such as layers.0.moe.experts.w1" in unsupported_by_peft(args, lora, trained)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

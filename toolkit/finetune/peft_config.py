@@ -323,6 +323,10 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
         return f"it cannot save experts, such as {experts[0]} (finetune.trainable)"
     kinds: dict[str, set[str]] = {}
     targets = lora_targets(args, options) if options.adapter == "lora" else []
+    # With transformers 5, PEFT 0.21 looks at the last component of a target, even of a full name.
+    experts_hf = {row.hf.split(".")[-2] for row in rows.values() if row.experts}
+    if fused := [it for it in targets if rows[f"{it}.weight"].hf.split(".")[-2] in experts_hf]:
+        return f"it would update the experts in place of {fused[0]} (finetune.lora.target_modules)"
     for name in replaced:
         module, _, kind = name.rpartition(".")
         kinds.setdefault(module, set()).add(kind)
@@ -340,19 +344,15 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
 
 def _compact(modules: set[str], args: ModelArgs, hf_names: Mapping[str, str]) -> list[str]:
     """Return the shortest targets for ``modules``: last components if ``modules`` contains all layers of a
-    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given; PEFT would also apply
-    the last component of an expert's name to the experts."""
+    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given."""
     layers = list(linear_layers(args))
     by_last: dict[str, set[str]] = {}
     for layer in layers:
         by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)
     if modules == set(layers) and not hf_names:
         return [ALL_LINEAR]
-    experts = {row.hf.split(".")[-2] for row in table(args).values() if row.experts}
     if all(names <= modules or not names & modules for names in by_last.values()):
-        compact = [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
-        if experts.isdisjoint(compact):
-            return compact
+        return [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
     if not hf_names:
         return sorted(modules, key=layers.index)
     to_hf = table(args).to_hf
