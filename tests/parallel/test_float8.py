@@ -185,7 +185,7 @@ def _losses(folder: str) -> dict[str, list[float]]:
     for recipe in ("", *RECIPES):
         how = {"recipe_name": recipe or None, "emulate": bool(recipe)}
         tables: dict[str, Any] = {
-            "training": {"mixed_precision_param": "bfloat16", "steps": 20},
+            "training": {"mixed_precision_param": "bfloat16", "steps": 20, "local_batch_size": 16},
             "model": {"converters": ["float8"] if recipe else []},
             "quantize": {"linear": {"float8": how}},
         }
