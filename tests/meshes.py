@@ -347,7 +347,6 @@ FAST = [
     "cp2 gated tied AC-op accumulate3",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
-    "replicate2 shard2 muon",
     "shard2 tp2 muon tied",
     "pp2 1F1B bare-embedding muon",  # a rank without matrices
     # Another loss.
@@ -615,6 +614,7 @@ MORE = [
     "pp2 tp2 InterleavedZeroBubble never AC-full qwen2",
     "pp2 ZBVZeroBubble never qwen2",
     # Another optimizer.
+    "replicate2 shard2 muon",
     "shard2 compiled muon",
     "shard2 cp2 muon tied",
     "shard2 qwen3 muon",
@@ -647,15 +647,12 @@ FINETUNED_FAST = [
     "pp2 1F1B freeze-first tied",
     "tp2 norms-only",
     "pp2 tp2 1F1B rslora tied",
-    "shard2 tp2 freeze-last",
     "shard2 classification AC-full accumulate3",
     "tp2 class-head",
     "cp2 class-lora AC-op",
     "pp2 1F1B class-head",
-    "pp2 tp2 Interleaved1F1B classification",
     "shard2 freeze-last weighted accumulate3",
     "shard2 dpo AC-full accumulate3",
-    "tp2 dpo",
     "cp2 dpo",
     "pp2 tp2 1F1B dpo",
     "shard2 compiled budget lora",
@@ -684,6 +681,9 @@ FINETUNED_MORE = [
     *(f"{mesh} qwen2" for mesh in ("shard2 lora", "pp2 1F1B dora", "tp2 qdora", "tp2 llama-adapter")),
     *(f"{mesh} biases-only qwen2" for mesh in ("tp2", "shard2 cp2 AC-full", "pp2 1F1B")),
     *(f"{mesh} dpo ipo" for mesh in ("cp2 tp2", "pp2 cp2 Interleaved1F1B", "shard2 cp2", "tp2 whole-logits")),
+    "pp2 tp2 Interleaved1F1B classification",
+    "shard2 tp2 freeze-last",
+    "tp2 dpo",
     "replicate2 shard2 dora",
     "replicate2 shard2 class-lora",
     "tp2 dora",
