@@ -323,12 +323,7 @@ FAST = [
     "replicate2 shard2 HYBRID_SHARD float32",
     "replicate2 shard2 HYBRID_SHARD_ZERO2 float32",
     # Two dimensions.
-    "shard2 tp2 accumulate3",
-    "shard2 cp2 tied",
-    "cp2 tp2 AC-2 tied",
     "pp2 shard2 ZBVZeroBubble SHARD_GRAD_OP",
-    "pp2 tp2 1F1B tied accumulate3",
-    "pp2 cp2 Interleaved1F1B",
     "pp2 replicate2 DualPipeV never tied",
     # Three dimensions.
     "replicate2 shard2 tp2 HYBRID_SHARD",
@@ -491,6 +486,11 @@ MORE = [
     "pp2 replicate2 shard2 DualPipeV HYBRID_SHARD_ZERO2 AC-full by-class",
     "pp2 replicate2 InterleavedZeroBubble never AC-full unmasked by-size",
     # Two dimensions.
+    "shard2 tp2 accumulate3",
+    "shard2 cp2 tied",
+    "cp2 tp2 AC-2 tied",
+    "pp2 tp2 1F1B tied accumulate3",
+    "pp2 cp2 Interleaved1F1B",
     "replicate2 shard2 HYBRID_SHARD AC-full accumulate3 by-class",
     "replicate2 shard2 HYBRID_SHARD_ZERO2 tied accumulate3 reduce-once",
     "replicate2 shard4 over2 HYBRID_SHARD AC-2 unmasked",
