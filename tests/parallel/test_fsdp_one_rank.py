@@ -13,6 +13,7 @@ from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.parallel import fsdp
 
+SIZES = {"seq_len": 32, "global_batch_size": 8, "local_batch_size": 8}
 BF16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 # Tables, and whether all parameters, some or none are left out.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -44,7 +45,7 @@ def _run(folder: Path, tables: dict[str, Any], skip: bool, steps: int) -> tuple[
     tables = {
         **tables,
         "model": few_tokens(folder.parent) | tables.get("model", {}),
-        "training": {"local_batch_size": 16} | tables.get("training", {}) | {"steps": steps},
+        "training": SIZES | tables.get("training", {}) | {"steps": steps},
         "parallelism": tables.get("parallelism", {}) | {"fsdp_skip_on_one_rank": skip},
         "checkpoint": {"enable": True, "interval": 2, "async_mode": "disabled"},
         "lr_scheduler": {"warmup_steps": 0, "decay_type": "constant"},
