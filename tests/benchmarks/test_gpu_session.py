@@ -128,7 +128,7 @@ def test_what_cannot_be_is_rejected(flags: list[str], says: str) -> None:
 
 
 REHEARSED = ["probe", "exact", "8b_early_step", "micro", "attention", "generate"]
-"""A training run for all of them, whose flags are checked above, and each piece that is none."""
+"""One training run, which stands for all, whose flags are checked above, and the pieces that do not train."""
 
 
 @pytest.mark.timeout(1300)
