@@ -91,7 +91,8 @@ def tests() -> list[str]:
     """The tests that want a GPU, with what pytest has here: a machine may lack its plugins. Each is named as
     it ends, so that a limit hides none that failed."""
     command = flags("-m pytest -v --tb short -p no:cacheprovider -p no:benchmark -m gpu")
-    command += flags("-n 12 --dist worksteal") if find_spec("xdist") else []
+    workers = min(12, os.cpu_count() or 1)  # each imports torch
+    command += flags(f"-n {workers} --dist worksteal") if find_spec("xdist") else []
     command += flags("--timeout 100") if find_spec("pytest_timeout") else flags("-o timeout=0")
     return [*command, *GPU_TESTS]
 

@@ -68,6 +68,12 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def few_tokens(folder: str | Path) -> dict[str, Any]:
+    """The ``model`` table of a vocabulary of bytes, with its tokenizer in ``folder``: in bf16, which CPUs
+    without instructions for it multiply slowly, a step of a tiny model is otherwise spent in its head."""
+    return {"hf_assets_path": str(write_tokenizer(Path(folder, "tokenizer"))), "vocab_size": VOCABULARY}
+
+
 def train(folder: str, row: layouts.Row, precision: str = "float32", steps: int = STEPS) -> Run:
     """Run the row in the world that is there, which has its ranks. All ranks return the same."""
     # Compiled code is found again by shapes and not, for one, by the memory budget it was compiled for.

@@ -7,4 +7,5 @@ python=$("$root/tools/setup.sh" test)
 cd "$root"
 processes=$(nproc 2>/dev/null || echo 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads of two processes on the same cores wait for one another
-exec "$python" -m pytest -q -n "$((processes < 4 ? processes : 4))" --dist loadfile --max-worker-restart 0 --durations=15 "$@"
+exec "$python" -m pytest -q -n "$((processes < 4 ? processes : 4))" --dist loadfile --no-loadscope-reorder \
+  --max-worker-restart 0 --durations=15 "$@"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.curves import few_tokens
 from tests.helpers import run_world
 from tests.meshes import SINCE_2_13
 from tests.training import small_config, small_trainer
@@ -78,7 +79,8 @@ def _trainer(folder: Path, mesh: str, tied: bool, **checkpoint: Any) -> Trainer:
     return small_trainer(
         small_config(
             folder,
-            model={"vocab_size": 4104, "dim": 32, "n_layers": 4, "ffn_dim": 50, "tie_embeddings": tied},
+            model=few_tokens(folder.parent)
+            | {"vocab_size": 516, "dim": 32, "n_layers": 4, "ffn_dim": 50, "tie_embeddings": tied},
             training={"steps": STEPS, "seq_len": 32, "local_batch_size": rows, **training},
             lr_scheduler={"warmup_steps": 2},
             checkpoint={"enable": True, "interval": SAVED, **checkpoint},

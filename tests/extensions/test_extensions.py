@@ -102,10 +102,10 @@ def runs(package: Path) -> dict[str, list[tuple[float, float]]]:
     alone = train(package, "alone", 1)
     train(package, "moved", 2, "--training.steps=3")
     flags = ["--parallelism.tensor_parallel_degree=2", "--parallelism.fsdp_reshard_after_forward=never"]
-    return {"alone": alone, "moved": train(package, "moved", 4, *flags)}
+    return {"alone": alone, "moved": train(package, "moved", 2, *flags)}
 
 
-def test_a_run_goes_on_from_two_ranks_to_four_as_one_would_have_gone(runs: dict) -> None:
+def test_a_run_goes_on_on_another_mesh_as_one_process_would_have_gone(runs: dict) -> None:
     assert len(runs["alone"]) == len(runs["moved"]) == 6
     # fp64 rounding; Lion's signs are those of sums of other orders, of which none is near 0 here.
     for ours, other in zip(runs["alone"], runs["moved"], strict=True):

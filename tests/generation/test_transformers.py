@@ -19,7 +19,7 @@ from toolkit.generation.load import load_model
 from toolkit.generation.sampling import Sampling
 from toolkit.models.common.decoder import Decoder
 
-NEW, FEW = 200, 15
+NEW, FEW = 100, 15
 VOCAB = 308  # divides by tp
 LENGTHS = (1, 7, 40, 41)
 DRAWN = Sampling(temperature=1, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=3)

@@ -69,7 +69,12 @@ class Largest(TorchDispatchMode):
 
 
 def _run(folder: str, layout: str) -> dict[str, int]:
-    with mock.patch.dict(meshes.PLAIN, SIZES), mock.patch("tests.mesh_runs.STEPS", 1):
+    samples = 8 * meshes.accumulation(layout)  # as few as have more than three chunks a micro-batch
+    with (
+        mock.patch.dict(meshes.PLAIN, SIZES),
+        mock.patch("tests.mesh_runs.STEPS", 1),
+        mock.patch("tests.meshes.SAMPLES", samples),
+    ):
         trainer = small_trainer(configure(folder, layout))
     tokens = trainer.config.training.local_batch_size * trainer.config.training.seq_len
     with Largest(VOCABULARY // LAYOUTS[layout]) as seen:

@@ -7,6 +7,7 @@ updates the difference is about 1e-6; a wrong factor anywhere is at least 1e-2.
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
 STEPS = 10
 RELATIVE = 1e-5
 ROWS = layouts.pairwise()
+MORE_ROWS = layouts.with_inductor(layouts.MORE_INDUCTOR)
 REFERENCE = layouts.reference_row(layouts.plain_row())
 HALF_ROWS = [
     layouts.plain_row() | {"strategy": strategy, "ranks": ranks, "accumulation": accumulation}
@@ -54,8 +56,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("row", ROWS, ids=layouts.name)
 def test_layout_gives_the_run_of_one_process(runs: Runs, row: layouts.Row) -> None:
+    _check(row, runs[layouts.name(row), "float32"], runs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", MORE_ROWS, ids=layouts.name)
+def test_more_layouts_do(runs: Runs, row: layouts.Row, tmp_path: Path) -> None:
+    everywhere = run_world(train_all, int(row["ranks"]), str(tmp_path), [(row, "float32")], STEPS)
+    for [run] in everywhere:
+        _check(row, run, runs)
+
+
+def _check(row: layouts.Row, run: Run, runs: Runs) -> None:
     reference = runs[layouts.name(layouts.reference_row(row)), "float32"]
-    run = runs[layouts.name(row), "float32"]
     assert run["accumulation"] == int(row["accumulation"])
     assert run["weights"] == reference["weights"]
     assert run["samples"] == reference["samples"]
@@ -100,7 +113,7 @@ def test_rows_try_every_pair() -> None:
     assert tried >= set().union(*map(layouts.pairs, others))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=layouts.name)
+@pytest.mark.parametrize("row", ROWS + MORE_ROWS, ids=layouts.name)
 def test_rows_are_runs_that_the_preflight_allows(tmp_path, row: layouts.Row) -> None:
     assert check(configure(tmp_path, row), world_size=int(row["ranks"]), hardware=CPU) == []
 

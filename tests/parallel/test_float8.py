@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests import meshes
+from tests.curves import few_tokens
 from tests.helpers import run_world
 from tests.integration.test_meshes import run_all
 from tests.mesh_runs import Result, added_up, planned, problems
@@ -186,7 +187,7 @@ def _losses(folder: str) -> dict[str, list[float]]:
         how = {"recipe_name": recipe or None, "emulate": bool(recipe)}
         tables: dict[str, Any] = {
             "training": {"mixed_precision_param": "bfloat16", "steps": 20},
-            "model": {"converters": ["float8"] if recipe else []},
+            "model": {**few_tokens(folder), "converters": ["float8"] if recipe else []},
             "quantize": {"linear": {"float8": how}},
         }
         trainer = small_trainer(small_config(f"{folder}/{recipe or 'bf16'}", **tables))

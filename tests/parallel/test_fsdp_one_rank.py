@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
+from tests.curves import few_tokens
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer, weights_digest
 from toolkit.parallel import fsdp
 
+SIZES = {"seq_len": 32, "global_batch_size": 8, "local_batch_size": 8}
 BF16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 # Tables, and whether all parameters, some or none are left out.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -19,7 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "bf16, accumulated": ({"training": BF16 | {"local_batch_size": 4}}, "all"),
     "bf16 in backward": (
         {
-            "training": BF16 | {"local_batch_size": 16, "max_norm": float("inf")},
+            "training": BF16 | {"max_norm": float("inf")},
             "optimizer": {"early_step_in_backward": True},
         },
         "all",
@@ -42,7 +44,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 def _run(folder: Path, tables: dict[str, Any], skip: bool, steps: int) -> tuple[list[Any], str, str]:
     tables = {
         **tables,
-        "training": tables.get("training", {}) | {"steps": steps},
+        "model": few_tokens(folder.parent) | tables.get("model", {}),
+        "training": SIZES | tables.get("training", {}) | {"steps": steps},
         "parallelism": tables.get("parallelism", {}) | {"fsdp_skip_on_one_rank": skip},
         "checkpoint": {"enable": True, "interval": 2, "async_mode": "disabled"},
         "lr_scheduler": {"warmup_steps": 0, "decay_type": "constant"},

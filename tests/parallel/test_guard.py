@@ -43,7 +43,7 @@ def _trainer(
         small_config(
             folder,
             health=health,
-            training={"steps": steps, "local_batch_size": 4, "max_norm": 0.5} | (training or {}),
+            training={"steps": steps, "local_batch_size": 8, "max_norm": 0.5} | (training or {}),
             lr_scheduler={"warmup_steps": 2, "total_steps": STEPS},
             checkpoint={"enable": True, "interval": 3} | (checkpoint or {}),
             **tables,

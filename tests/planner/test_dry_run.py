@@ -304,6 +304,7 @@ def test_one_process_for_several_ranks_is_refused() -> None:
     assert problem.key == "comm.mode" and "one process cannot simulate several ranks" in problem.rule
 
 
+@pytest.mark.slow
 def test_405b_on_16384_ranks() -> None:
     """Under 30 s: the test allows for a busy machine. The parameters of a rank are what arithmetic says."""
     before = os.times()
