@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tests.models.gated_family
-import tests.models.tmoe_family  # noqa: F401  registers the family
+import tests.models.moe_family  # noqa: F401  registers the family
 from tests import meshes
 from tests.curves import differences, write_tokenizer
 from tests.helpers import in_layout

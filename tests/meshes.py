@@ -113,7 +113,7 @@ WORDS: dict[str, Settings] = {
     # Biases of queries, keys and values.
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
     # A block with a parameter, a buffer, a loss and a statistic of its own, from a module of the tests.
-    "moe": {"model.name": "tmoe", "model.flavor": "debugmodel"},
+    "moe": {"model.name": "experts", "model.flavor": "debugmodel"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
     "aux-seq": {"moe.aux_loss_coeff": 0.1, "moe.aux_loss_scope": "sequence"},
