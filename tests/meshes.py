@@ -113,11 +113,15 @@ WORDS: dict[str, Settings] = {
     # Biases of queries, keys and values.
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
     # A block with a parameter, a buffer, a loss and a statistic of its own, from a module of the tests.
+    "gated": {"model.name": "gated", "model.flavor": "debugmodel"},
+    # Experts after a dense block, with biases, from a module of the tests. Degrees of ep divide the ranks that
+    # a line has.
     "moe": {"model.name": "experts", "model.flavor": "debugmodel"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
     "aux-seq": {"moe.aux_loss_coeff": 0.1, "moe.aux_loss_scope": "sequence"},
-    "gated": {"model.name": "gated", "model.flavor": "debugmodel"},
+    # What is sent to each rank is then known before the run.
+    "balanced": {"debug.moe_force_load_balance": True},
     "regularized": {"loss.label_smoothing": 0.1, "loss.z_loss": 0.01},
     "AC-full": {"activation_checkpoint.mode": "full"},
     "AC-2": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
@@ -243,6 +247,7 @@ CURVES = (
     "moe",
     "aux",
     "aux-seq",
+    "balanced",
     "tied",
     "unmasked",
     "layers8",
@@ -292,6 +297,12 @@ def precision(layout: str) -> str:
 def techniques(layout: str) -> set[str]:
     """Its words without numbers of ranks."""
     return degrees(layout).keys() | {word for word in layout.split() if word in WORDS}
+
+
+def has_known_traffic(layout: str) -> bool:
+    """Whether what a layout sends follows from its configuration; how many rows experts get does not."""
+    words = layout.split()
+    return "balanced" in words or not any(word.startswith("ep") for word in words)
 
 
 def pairs(layouts: Iterable[str]) -> set[frozenset[str]]:
@@ -347,6 +358,15 @@ FAST = [
     "pp2 1F1B gated tied",
     "pp2 ZBVZeroBubble gated",
     "cp2 gated tied AC-op accumulate3",
+    # Experts.
+    "shard2 ep2 moe aux accumulate3",
+    "shard2 ep2 moe aux tied balanced AC-op",
+    "tp2 moe aux AC-op",
+    "tp2 ep2 moe aux-seq",
+    "cp2 ep2 moe aux-seq AC-full",
+    "pp2 1F1B moe aux tied",
+    "replicate2 shard2 ep2 moe aux",
+    "pp2 shard2 Interleaved1F1B ep2 moe aux",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
@@ -361,6 +381,44 @@ FAST = [
 """Layouts that CI runs."""
 
 MORE = [
+    # Experts.
+    "shard2 moe aux by-class AC-2",
+    "shard4 moe aux-seq accumulate3 reduce-once",
+    "shard2 moe aux compiled",
+    "tp2 moe aux-seq compiled",
+    "cp2 moe aux",
+    "cp2 moe aux-seq head-first",
+    "replicate2 NO_SHARD moe aux",
+    "pp2 ZBVZeroBubble never moe aux",
+    "pp2 GPipe moe aux-seq AC-full accumulate3",
+    "shard2 ep2 moe aux muon",
+    "shard2 ep2 moe aux adamw-8bit",
+    "shard2 ep2 moe lora",
+    "shard2 ep2 moe aux float32",
+    "shard2 ep2 moe aux bfloat16 AC-op",
+    "shard2 ep2 moe aux by-size prefetch",
+    "shard4 ep2 moe aux SHARD_GRAD_OP accumulate3 reduce-once",
+    "shard4 ep4 moe aux tied AC-full",
+    "shard4 ep2 moe balanced accumulate3",
+    "replicate2 shard4 ep2 moe aux HYBRID_SHARD accumulate3",
+    "replicate2 shard2 ep2 moe aux-seq HYBRID_SHARD_ZERO2 tied",
+    "shard2 tp2 ep2 moe aux",
+    "shard2 tp2 ep4 moe aux-seq tied AC-op",
+    "tp4 ep4 moe aux accumulate3",
+    "replicate2 tp2 ep2 moe aux NO_SHARD",
+    "shard2 cp2 ep2 moe aux-seq",
+    "shard2 cp2 ep4 moe aux AC-2 accumulate3",
+    "cp4 ep2 moe aux-seq tied",
+    "cp2 ring ep2 moe aux",
+    "cp2 tp2 ep4 moe aux-seq balanced",
+    "pp2 shard2 1F1B ep2 moe aux accumulate3",
+    "pp2 tp2 GPipe ep2 moe aux-seq tied AC-full",
+    "pp2 cp2 1F1B ep2 moe aux-seq",
+    "pp2 shard2 tp2 Interleaved1F1B ep4 moe aux",
+    "pp2 shard2 ZBVZeroBubble never ep2 moe aux tied",
+    "shard8 ep8 moe aux",
+    "shard8 ep4 moe aux-seq AC-full",
+    "shard2 cp2 tp2 ep8 moe aux",
     # Other families.
     "shard2 cp2 tp2 qwen3 AC-full",
     "shard2 cp2 tp2 gated tied AC-op accumulate3",

@@ -141,7 +141,7 @@ def test_it_trains_saves_moves_to_another_mesh_exports_and_generates(folder: Pat
     alone = train(folder, "alone", 1)
     train(folder, "moved", 2, "--parallelism.tensor_parallel_degree=2", "--training.steps=2")
     flags = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.fsdp_reshard_after_forward=never"]
-    moved = train(folder, "moved", 2, *flags)
+    moved = train(folder, "moved", 4, *flags)
     assert len(moved) == len(alone) == 4
     for ours, other in zip(moved, alone, strict=True):
         assert ours == pytest.approx(other, rel=1e-9)  # fp64 rounding
