@@ -405,6 +405,7 @@ MORE = [
     "shard2 tp2 ep2 moe aux",
     "shard2 tp2 ep4 moe aux-seq tied AC-op",
     "tp4 ep4 moe aux accumulate3",
+    "tp4 ep2 moe aux",  # FSDP shards experts alone
     "replicate2 tp2 ep2 moe aux NO_SHARD",
     "shard2 cp2 ep2 moe aux-seq",
     "shard2 cp2 ep4 moe aux AC-2 accumulate3",

@@ -138,7 +138,7 @@ def build_model(
     model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
     model_parts.after_update = after_update
     model_parts.connect = partial(converters.connect, models, mesh) if converters else None
-    if args.moe:
+    if args.moe and any(map(args.moe.has_experts, range(args.n_layers))):
         from toolkit.parallel.expert_load import ExpertLoad
 
         balanced = config.debug.moe_force_load_balance

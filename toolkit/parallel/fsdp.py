@@ -207,12 +207,15 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
 
 
 def _with_experts(units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
-    """Add the experts in each unit as units after it."""
+    """Add the experts in each unit as units after it, if they are not units."""
     all_units: list[Sequence[nn.Module]] = []
+    known = {module for unit in units for module in unit}
     for unit in units:
         all_units.append(unit)
-        inside = (inner for module in unit for inner in module.modules())
-        all_units += [[inner] for inner in inside if isinstance(inner, Experts) and [inner] not in all_units]
+        inside = (inner for module in unit for inner in module.modules() if isinstance(inner, Experts))
+        new = [inner for inner in inside if inner not in known]
+        all_units += [[inner] for inner in new]
+        known.update(new)
     return all_units
 
 

@@ -158,11 +158,12 @@ def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
 
 
 def gathered_elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of a parameter that FSDP gathers, sharded only by tensor parallelism."""
+    """Return the number of elements of a parameter that FSDP gathers: all that tensor and expert parallelism
+    leave on a rank."""
     elements = parameter.numel()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
-            if name == "tp" and placement.is_shard():
+            if name in ("tp", "ep") and placement.is_shard():
                 elements //= mesh[name].size()
     return elements
