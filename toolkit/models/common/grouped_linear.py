@@ -34,7 +34,7 @@ def _padded_grouped_mm(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
     padded_ends_E = padded_E.cumsum(0, dtype=torch.int32)
     row_M = torch.arange(rows, device=x_MK.device, dtype=torch.int32)
     expert_M = torch.searchsorted(ends_E, row_M, right=True)
-    place_M = row_M + (padded_ends_E - padded_E - (ends_E - sizes_E))[expert_M]
+    place_M = (row_M + (padded_ends_E - padded_E - (ends_E - sizes_E))[expert_M]).long()
     padded = x_MK.new_zeros(rows + _ALIGNMENT * experts, x_MK.shape[1]).index_copy(0, place_M, x_MK)
     out = F.grouped_mm(padded, weight_ENK.transpose(-2, -1), offs=padded_ends_E)
     return out.index_select(0, place_M)
