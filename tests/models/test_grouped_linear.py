@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.models.common.grouped_linear import grouped_linear
+from toolkit.models.common.grouped_linear import _padded_grouped_mm, grouped_linear
 
 SIZES = {
     "uneven": (2, 3, 1),
@@ -48,6 +48,19 @@ def test_values_and_gradients_are_those_of_a_loop(sizes: tuple[int, ...], dtype:
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     # A gradient that is not contiguous, as that of a transposed result is.
     upstream = torch.linspace(-1, 1, found.numel(), dtype=dtype).view(3, -1).T
+    ours = torch.autograd.grad(found, (x, weight), upstream)
+    theirs = torch.autograd.grad(expected, (x, weight), upstream)
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@every_size
+def test_groups_that_are_padded_for_cuda_give_the_same(sizes: tuple[int, ...]) -> None:
+    """On CPU, where torch has a plain version of grouped_mm, which also runs on groups of any size."""
+    x, weight, ends = _inputs(sizes, torch.bfloat16)
+    found, expected = _padded_grouped_mm(x, weight, ends), _loop(x, weight, sizes)
+    tolerance = 4 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.bfloat16).view_as(found)
     ours = torch.autograd.grad(found, (x, weight), upstream)
     theirs = torch.autograd.grad(expected, (x, weight), upstream)
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
