@@ -18,10 +18,12 @@ def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply the rows that belong to expert e, those up to ``ends_E[e]`` (int32), by its weight. Returns
     (M, N).
 
-    On CUDA in bf16, torch's grouped_mm reads the ends on the device. Elsewhere a loop runs one matmul for
-    each expert that has rows; on CPU it is as fast, and grouped_mm has no fp64.
+    On CUDA in bf16, torch's grouped_mm reads the ends on the device; it needs widths that are multiples of 8.
+    Elsewhere a loop runs one matmul for each expert that has rows; on CPU it is as fast, and grouped_mm has
+    no fp64.
     """
-    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16:
+    aligned = not any(width % _ALIGNMENT for width in weight_ENK.shape[1:])
+    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and aligned:
         return _padded_grouped_mm(x_MK, weight_ENK, ends_E)
     return torch.ops.toolkit.grouped_linear(x_MK, weight_ENK, ends_E)
 
