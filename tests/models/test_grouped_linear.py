@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.models.common.grouped_linear import _padded_grouped_mm, grouped_linear
+from toolkit.models.common.grouped_linear import grouped_linear
 
 SIZES = {
     "uneven": (2, 3, 1),
@@ -19,11 +19,13 @@ SIZES = {
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
 
-def _inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (M, 4), weights (E, 3, 4) and ends of groups."""
+def _inputs(
+    sizes: tuple[int, ...], dtype: torch.dtype = torch.float64, *, n: int = 3, k: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (M, K), weights (E, N, K) and ends of groups."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64)
-    weight = torch.randn(len(sizes), 3, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(sum(sizes), k, generator=generator, dtype=torch.float64)
+    weight = torch.randn(len(sizes), n, k, generator=generator, dtype=torch.float64)
     ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), ends
 
@@ -53,11 +55,15 @@ def test_values_and_gradients_are_those_of_a_loop(sizes: tuple[int, ...], dtype:
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(("n", "k"), [(8, 16), (12, 16), (8, 4)], ids=["aligned", "odd n", "odd k"])
 @every_size
-def test_groups_that_are_padded_for_cuda_give_the_same(sizes: tuple[int, ...]) -> None:
-    """On CPU, where torch has a plain version of grouped_mm, which also runs on groups of any size."""
-    x, weight, ends = _inputs(sizes, torch.bfloat16)
-    found, expected = _padded_grouped_mm(x, weight, ends), _loop(x, weight, sizes)
+def test_what_runs_on_cuda_gives_the_same(
+    sizes: tuple[int, ...], n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU, where torch has a plain version of grouped_mm with the same rules for widths."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, weight, ends = _inputs(sizes, torch.bfloat16, n=n, k=k)
+    found, expected = grouped_linear(x, weight, ends), _loop(x, weight, sizes)
     tolerance = 4 * torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.bfloat16).view_as(found)

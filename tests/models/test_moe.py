@@ -1,4 +1,4 @@
-"""Mixture of experts beside a loop over tokens and choices, and the losses of routers beside their formulas."""
+"""Mixture of experts beside a loop over tokens and choices, and its losses beside their formulas."""
 
 from __future__ import annotations
 
