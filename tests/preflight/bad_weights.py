@@ -110,7 +110,7 @@ NOT_LLAMA = {
     "sliding_window = 4096": _model(sliding_window=4096),
     "attention_bias = true | mlp_bias = true": _model(attention_bias=True, mlp_bias=True),
     'hidden_act = "gelu"': _model(hidden_act="gelu"),
-    'rope_scaling.type = "linear"': _model(rope_scaling={"type": "linear", "factor": 2.0}),
+    'rope_scaling.type = "dynamic"': _model(rope_scaling={"type": "dynamic", "factor": 2.0}),
 }
 
 CASES = [

@@ -16,6 +16,7 @@ from tests.preflight import (
     bad_chat,
     bad_classification,
     bad_data,
+    bad_experts,
     bad_finetune,
     bad_float8,
     bad_fsdp,
@@ -72,7 +73,11 @@ OPTIONS = [
     ),
     bad("supported_options", "model.converters=mx", "compute capability 10.0"),
     bad("supported_options", "model.converters=quantize.linear.mx", "compute capability 10.0"),
-    bad("supported_options", "model.converters=quantize.grouped_mm.mx", "mixture-of-experts"),
+    bad(
+        "supported_options",
+        "model.converters=quantize.grouped_mm.mx",
+        "matmuls of experts have no low precision",
+    ),
     bad("options_act", "debug.deterministic_warn_only", "with debug.deterministic = false"),
 ]
 
@@ -442,6 +447,7 @@ PARTS = (
     bad_health,
     bad_metrics,
     bad_attention,
+    bad_experts,
     bad_weights,
 )
 BAD = [*OPTIONS, *MODEL, *MESH, *FILES, *CHECKPOINT, *(case for part in PARTS for case in part.CASES)]

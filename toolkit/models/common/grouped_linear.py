@@ -18,10 +18,12 @@ def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply the rows that belong to expert e, those up to ``ends_E[e]`` (int32), by its weight. Returns
     (M, N).
 
-    On CUDA in bf16, torch's grouped_mm reads the ends on the device. Elsewhere a loop runs one matmul for
-    each expert that has rows; on CPU it is as fast, and grouped_mm has no fp64.
+    On CUDA in bf16, torch's grouped_mm reads the ends on the device; it needs widths that are multiples of 8.
+    Elsewhere a loop runs one matmul for each expert that has rows; on CPU it is as fast, and grouped_mm has
+    no fp64.
     """
-    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16:
+    aligned = not any(width % _ALIGNMENT for width in weight_ENK.shape[1:])
+    if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and aligned:
         return _padded_grouped_mm(x_MK, weight_ENK, ends_E)
     return torch.ops.toolkit.grouped_linear(x_MK, weight_ENK, ends_E)
 
@@ -34,7 +36,7 @@ def _padded_grouped_mm(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
     padded_ends_E = padded_E.cumsum(0, dtype=torch.int32)
     row_M = torch.arange(rows, device=x_MK.device, dtype=torch.int32)
     expert_M = torch.searchsorted(ends_E, row_M, right=True)
-    place_M = row_M + (padded_ends_E - padded_E - (ends_E - sizes_E))[expert_M]
+    place_M = (row_M + (padded_ends_E - padded_E - (ends_E - sizes_E))[expert_M]).long()
     padded = x_MK.new_zeros(rows + _ALIGNMENT * experts, x_MK.shape[1]).index_copy(0, place_M, x_MK)
     out = F.grouped_mm(padded, weight_ENK.transpose(-2, -1), offs=padded_ends_E)
     return out.index_select(0, place_M)
