@@ -78,7 +78,7 @@ class RouterLosses:
     shares_E: Tensor | None = None
 
     def __call__(self, routing: Routing, shape: torch.Size, counted: float) -> dict[str, Tensor]:
-        """Return losses by name, for hidden states of ``shape`` (B, S, D); each is multiplied by ``counted``."""
+        """Return losses by name, multiplied by ``counted``, for hidden states of ``shape`` (B, S, D)."""
         losses = {}
         if self.balance:
             probabilities_TE = routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)
