@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from toolkit.config.types import MAX_RANKS
 from toolkit.launcher.environment import is_number
 from toolkit.parallel.dims import DEGREES, ParallelDims
@@ -22,4 +20,4 @@ def parse_mesh(text: str) -> ParallelDims | None:
 
 def mesh_flags(mesh: ParallelDims) -> list[str]:
     """Return the command-line flags for ``mesh``."""
-    return [f"--{DEGREES[name]}={size}" for name, size in asdict(mesh).items()]
+    return [f"--{key}={getattr(mesh, name)}" for name, key in DEGREES.items()]

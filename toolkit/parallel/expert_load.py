@@ -50,7 +50,7 @@ class ExpertLoad:
 
     @property
     def needs_pass(self) -> bool:
-        """Whether the balancing loss needs the loads of the global batch before a step with several
+        """Return whether the balancing loss needs the loads of the global batch before a step with several
         micro-batches."""
         return self.options.aux_loss_coeff > 0 and self.options.aux_loss_scope == "global_batch"
 

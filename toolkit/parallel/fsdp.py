@@ -113,8 +113,8 @@ def apply_fsdp(
         if _skips_reduce_scatter(its_mesh):
             for sharded in sharded_units:
                 sharded.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
-    if mesh.size() > 1:  # on one rank, it would copy each unit's gradients just to divide them by 1
-        _sum_gradients(model)
+        if its_mesh.size() > 1:  # on one rank, it would copy each unit's gradients just to divide them by 1
+            _sum_gradients(sharded_units)
     _keep_embeddings_sharded_in_backward(units)
     _prefetch([model, *(unit[0] for unit in units)], parallelism)
 
@@ -185,11 +185,10 @@ def _reshard(when: str | int, *, last: bool) -> bool | int:
     return True if isinstance(when, str) else when
 
 
-def _sum_gradients(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+def _sum_gradients(units: Sequence[FSDPModule]) -> None:
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:

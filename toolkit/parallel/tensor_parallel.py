@@ -110,9 +110,7 @@ REPLICATED = ParameterPlacement(Replicate(), Partial())
 _PLACEMENTS = {"column": COLUMN, "row": ROW, "whole": REPLICATED}
 
 
-def distribute_parameters(
-    module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement
-) -> None:
+def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
     """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards."""
     gradients: dict[str, Placement | None] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -190,7 +188,9 @@ def _moe(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 def _replicate(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Replicate the parameters of a module that computes on this rank's shard of the sequence or the
     heads."""
-    distribute_parameters(module, mesh, **{name: REPLICATED for name, _ in module.named_parameters(recurse=False)})
+    distribute_parameters(
+        module, mesh, **{name: REPLICATED for name, _ in module.named_parameters(recurse=False)}
+    )
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
