@@ -114,8 +114,7 @@ WORDS: dict[str, Settings] = {
     "qwen2": {"model.name": "qwen2.5", "model.flavor": "debugmodel", "model.tie_embeddings": False},
     # A block with a parameter, a buffer, a loss and a statistic of its own, from a module of the tests.
     "gated": {"model.name": "gated", "model.flavor": "debugmodel"},
-    # Experts after a dense block, with biases, from a module of the tests. Degrees of ep divide the ranks that
-    # a line has.
+    # Experts after a dense block, with biases, from a module of the tests; ep divides the ranks of a line.
     "moe": {"model.name": "experts", "model.flavor": "debugmodel"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},

@@ -1,8 +1,9 @@
 """Train on one global batch: count its tokens, accumulate gradients over micro-batches, clip, update.
 
 The loss of a micro-batch is the *sum* over its tokens divided by the number of valid tokens (or the
-objective's divisor) in the global batch, on all ranks and in all micro-batches. A small all-reduce computes
-that number before the first backward. Gradients are therefore plain sums, independent of the batch split.
+objective's divisor) in the global batch, on all ranks and in all micro-batches. Losses that blocks add are
+divided by the number of all its tokens. A small all-reduce computes these numbers before the first backward.
+Gradients are therefore plain sums, independent of the batch split.
 """
 
 from __future__ import annotations
@@ -94,16 +95,21 @@ class TrainStep:
         assert self.in_backward is None or len(batches) == 1, "the preflight rejects accumulation here"
         model_parts = self.model_parts
         batches = [model_parts.prepare(batch, self.device) for batch in batches]
-        local_counts = [count_valid(batches), model_parts.objective.count(batches)]
+        all_tokens = sum(tokens.numel() for batch in batches if (tokens := batch["tokens"]) is not None)
+        local_counts = [
+            count_valid(batches),
+            model_parts.objective.count(batches),
+            torch.full((), all_tokens, dtype=torch.int64, device=self.device),
+        ]
         local_counts = [count * model_parts.is_loss_rank for count in local_counts]
         # Filled on the device: a copy from the host would synchronize.
         counts = torch.stack([*local_counts, torch.full((), int(stop), device=self.device)])
         dist.all_reduce(counts)
-        tokens, items, stops = counts.unbind()
+        tokens, items, trained_tokens, stops = counts.unbind()
         scale = 1.0 / divisor(items).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        local_sums = model_parts.backward(batches, scale)
+        local_sums = model_parts.backward(batches, scale, 1.0 / divisor(trained_tokens).double())
         experts = model_parts.expert_load
         loads = experts.take(self.device) if experts else local_sums.new_zeros(0)
         sums = torch.cat([local_sums, loads.flatten()])

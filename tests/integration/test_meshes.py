@@ -99,7 +99,9 @@ def test_layout_sends_what_the_planner_says(folder: str, results: dict[str, Resu
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("layout", [it for it in MORE if "compiled" not in it.split() and meshes.has_known_traffic(it)])
+@pytest.mark.parametrize(
+    "layout", [it for it in MORE if "compiled" not in it.split() and meshes.has_known_traffic(it)]
+)
 def test_every_layout_does_that(folder: str, more_results: dict[str, Result], layout: str) -> None:
     assert more_results[layout]["sent"] == [added_up(rank) for rank in planned(folder, layout)]
 

@@ -107,8 +107,11 @@ class ModelParts(ABC):
         fields = {name: batch[name] for name in names}
         return batch | {name: None if x is None else self.shards.shard(x) for name, x in fields.items()}
 
-    def backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Run forward and backward of a step's prepared micro-batches, with losses multiplied by ``scale``.
+    def backward(
+        self, batches: Sequence[MicroBatch], scale: Tensor, block_scale: Tensor | None = None
+    ) -> Tensor:
+        """Run forward and backward of a step's prepared micro-batches, with the objective multiplied by
+        ``scale`` and the losses of blocks by ``block_scale``, by default the same.
 
         Gradients are summed over all ranks. Returns this rank's contribution to the unscaled sums of the loss
         and of ``names``: (1 + names,) fp64.
@@ -117,7 +120,7 @@ class ModelParts(ABC):
         if self.expert_load and self.expert_load.needs_pass:
             self._count_loads(batches, scale.device)
         for sums in stages:
-            sums.scale = scale
+            sums.scale = scale if block_scale is None else block_scale
         try:
             objective = self._backward(batches, scale)
         finally:
@@ -126,7 +129,12 @@ class ModelParts(ABC):
         metrics = [
             torch.stack([sums.take(name, objective) for sums in stages]).sum() for name in self._block_metrics
         ]
-        return torch.cat([objective, torch.stack(metrics)]) if metrics else objective
+        if not metrics:
+            return objective
+        of_blocks = torch.stack(metrics)
+        if block_scale is not None:  # callers multiply all sums by ``scale``
+            of_blocks = of_blocks * (block_scale / scale)
+        return torch.cat([objective, of_blocks])
 
     def _count_loads(self, batches: Sequence[MicroBatch], device: torch.device) -> None:
         """Run forwards to count the loads of the global batch, for its balancing loss."""

@@ -19,8 +19,9 @@ class BlockOutput(NamedTuple):
 
     Under tensor and context parallelism, a rank sums over its shard of the sequence. The gradient of
     ``losses`` is added to the objective's gradient. ``losses`` and ``statistics`` are logged as means per
-    token, summed over layers, under the names of :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`.
-    ``per_layer`` are tensors of any shape that are summed over tokens, but not over layers.
+    token of the batch, whether it has a label or not, summed over layers, under the names of
+    :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`. ``per_layer`` are tensors of any shape that
+    are summed over tokens, but not over layers.
     """
 
     hidden: Tensor
