@@ -28,6 +28,25 @@ def test_counts_six_per_parameter_outside_the_embedding():
     assert flops_per_token(LLAMA3_8B, seq_len=8192) == 6 * (parameters - embedding) + attention
 
 
+def test_only_the_chosen_experts_count():
+    """Of Qwen3-30B-A3B, 8 of 128 in each of 48 layers, each of three matrices of 2048 x 768."""
+    args, total, embedding = resolve("qwen3_moe", "30B-A3B"), 30_532_122_624, 151936 * 2048
+    parameters = total - 48 * (128 - 8) * 3 * 2048 * 768 - embedding
+    attention = 12 * 48 * 32 * 128 * 4096
+    assert flops_per_token(args, seq_len=4096) == 6 * parameters + attention
+    assert fine_tuning_flops(args, Finetune(), seq_len=4096) == flops_per_token(args, seq_len=4096)
+
+
+MOE = small("qwen3_moe", dim=256, vocab_size=512)
+
+
+@pytest.mark.parametrize("name", ["all", "not the head", "lora"])
+def test_experts_have_the_flops_that_torch_counts(name):
+    options = Finetune.model_validate(KINDS[name])
+    found = fine_tuning_flops(MOE, options, seq_len=SEQ_LEN) * SEQ_LEN
+    assert found == pytest.approx(counted(options, MOE), rel=0.03)
+
+
 def test_a_window_stands_in_for_a_longer_sequence():
     """A token sees at most it; the causal count is that of what is seen, token by token."""
     args, length, window = resolve("mistral0.1", "7B"), 16384, 4096
