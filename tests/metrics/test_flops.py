@@ -1,4 +1,5 @@
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from toolkit.config.finetune import Finetune
 from toolkit.finetune.apply import apply_finetune
 from toolkit.metrics.flops import flops_per_token, model_flops, peak_flops
 from toolkit.metrics.flops_finetune import fine_tuning_flops
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.registry import resolve
 
@@ -26,6 +28,15 @@ def test_counts_six_per_parameter_outside_the_embedding():
     parameters, embedding = 8_030_261_248, 128256 * 4096
     attention = 12 * 32 * 32 * 128 * 8192
     assert flops_per_token(LLAMA3_8B, seq_len=8192) == 6 * (parameters - embedding) + attention
+
+
+def test_only_the_chosen_experts_count():
+    """Of Qwen3-30B-A3B, 8 of 128 in each of 48 layers, each of three matrices of 2048 x 768."""
+    args, total, embedding = resolve("qwen3_moe", "30B-A3B"), 30_532_122_624, 151936 * 2048
+    parameters = total - 48 * (128 - 8) * 3 * 2048 * 768 - embedding
+    attention = 12 * 48 * 32 * 128 * 4096
+    assert flops_per_token(args, seq_len=4096) == 6 * parameters + attention
+    assert fine_tuning_flops(args, Finetune(), seq_len=4096) == flops_per_token(args, seq_len=4096)
 
 
 def test_a_window_stands_in_for_a_longer_sequence():
@@ -47,6 +58,7 @@ def test_a_window_stands_in_for_a_longer_sequence():
 # Sizes beside which norms, of which torch counts nothing, an adapter of rank 1 and the attention of one block
 # in backward are small: 3%, where one of the parts that are counted is 10% or more.
 SMALL = small(dim=256, ffn_dim=512, vocab_size=512)
+MOE = small("qwen3_moe", dim=256, ffn_dim=512, vocab_size=512)
 SEQ_LEN = 64
 KINDS: dict[str, dict] = {
     "all": {},
@@ -63,13 +75,22 @@ KINDS: dict[str, dict] = {
 }
 
 
-def counted(options: Finetune) -> int:
+def grouped_by_loop(x, weight, ends):
+    rows = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([torch.mm(mine, weight[expert].T) for expert, mine in enumerate(rows)])
+
+
+def counted(options: Finetune, args: ModelArgs = SMALL) -> int:
     """FLOPs of a row's step that torch counts."""
-    model = Decoder(SMALL)
+    model = Decoder(args)
     apply_finetune(model, options, frozen_dtype=torch.float32)
     model.to_empty(device="cpu")
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
-    with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    # torch counts nothing of the toolkit's own operator.
+    loop = patch("toolkit.models.common.moe.grouped_linear", grouped_by_loop)
+    with loop, FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
     return flops.get_total_flops()
 
@@ -84,6 +105,13 @@ def test_what_is_frozen_has_fewer(name):
     forward = flops_per_token(SMALL, seq_len=SEQ_LEN) * SEQ_LEN / 3
     compared = fine_tuning_flops(SMALL, options.model_copy(update={"objective": "dpo"}), seq_len=SEQ_LEN)
     assert compared * SEQ_LEN - found == pytest.approx(forward)
+
+
+@pytest.mark.parametrize("name", ["all", "not the head", "lora"])
+def test_experts_have_the_flops_that_torch_counts(name):
+    options = Finetune.model_validate(KINDS[name])
+    found = fine_tuning_flops(MOE, options, seq_len=SEQ_LEN) * SEQ_LEN
+    assert found == pytest.approx(counted(options, MOE), rel=0.03)
 
 
 def test_all_is_as_much_as_of_a_run_that_freezes_nothing():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models.common.grouped_linear import grouped_linear
 
@@ -77,6 +80,33 @@ def test_an_expert_without_rows_has_a_gradient_of_zeros() -> None:
     grouped_linear(x, weight, ends).sum().backward()
     assert weight.grad is not None
     assert weight.grad.flatten(1).any(1).tolist() == [False, True, False, True]
+
+
+class _Operators(TorchDispatchMode):
+    """Names of the toolkit's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "toolkit":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "computed"), [("weight", ["grouped_linear"]), ("x", ["grouped_linear_weight_grad"])]
+)
+def test_backward_computes_only_gradients_that_are_needed(frozen: str, computed: list[str]) -> None:
+    """The weights' gradient is as large as all experts, which adapters leave frozen."""
+    x, weight, ends = _inputs((2, 0, 4))
+    (weight if frozen == "weight" else x).requires_grad_(False)
+    out = grouped_linear(x, weight, ends)
+    with _Operators() as operators:
+        out.sum().backward()
+    assert operators.names == computed
+    assert (x.grad is None, weight.grad is None) == (frozen == "x", frozen == "weight")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

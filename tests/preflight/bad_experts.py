@@ -56,7 +56,7 @@ CASES: list[Bad] = [
         )
         for ep in (1, 2)
     ),
-    bad("options_act", f"{EP}=2", DENSE, f"set {EP} = 1", world=2),
+    bad("options_act", f"{EP}=2", DENSE, "set expert_parallel_degree = 1", world=2),
     bad("options_act", "moe.aux_loss_coeff=0.01", DENSE),
     bad("options_act", "moe.z_loss_coeff=0.001", DENSE),
     bad("options_act", "moe.aux_loss_scope=sequence", "moe.aux_loss_coeff"),

@@ -110,7 +110,7 @@ CONFIGS = [
         "checkpoint.initial_load_path!=somewhere checkpoint.async_mode!=yes "
         "checkpoint.exclude_from_loading!=optim"
     ),
-    # Keys of torchtitan that are not supported, and old names.
+    # A key of models with experts, keys of torchtitan that are not supported, and old names.
     Mistaken(
         "parallelism.expert_parallel_degree!=8 training.compile!=true fault_tolerance.enable!=true "
         "model.converters!=mx training.batch_size!=4"

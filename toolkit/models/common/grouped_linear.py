@@ -50,15 +50,12 @@ def _grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return out_MN
 
 
-@torch.library.custom_op("toolkit::grouped_linear_backward", mutates_args=())
-def _grouped_linear_backward(
-    grad_MN: Tensor, x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor
-) -> tuple[Tensor, Tensor]:
-    grad_x_MK, grad_weight_ENK = torch.empty_like(x_MK), torch.zeros_like(weight_ENK)
+@torch.library.custom_op("toolkit::grouped_linear_weight_grad", mutates_args=())
+def _weight_grad(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
+    grad_weight_ENK = grad_MN.new_zeros(len(ends_E), grad_MN.shape[1], x_MK.shape[1])
     for expert, rows in _groups(ends_E):
-        torch.mm(grad_MN[rows], weight_ENK[expert], out=grad_x_MK[rows])
         torch.mm(grad_MN[rows].T, x_MK[rows], out=grad_weight_ENK[expert])
-    return grad_x_MK, grad_weight_ENK
+    return grad_weight_ENK
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
@@ -74,12 +71,15 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_grouped_linear_backward(grad_MN.contiguous(), *ctx.saved_tensors), None
+def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_MK, weight_ENK, ends_E = ctx.saved_tensors
+    grad_MN, (x_needs, weight_needs, _) = grad_MN.contiguous(), ctx.needs_input_grad
+    grad_x_MK = _grouped_linear(grad_MN, weight_ENK.transpose(1, 2), ends_E) if x_needs else None
+    return grad_x_MK, _weight_grad(grad_MN, x_MK, ends_E) if weight_needs else None, None
 
 
 _grouped_linear.register_fake(lambda x_MK, weight_ENK, ends_E: x_MK.new_empty(len(x_MK), weight_ENK.shape[1]))
-_grouped_linear_backward.register_fake(
-    lambda grad_MN, x_MK, weight_ENK, ends_E: (torch.empty_like(x_MK), torch.empty_like(weight_ENK))
+_weight_grad.register_fake(
+    lambda grad_MN, x_MK, ends_E: grad_MN.new_empty(len(ends_E), grad_MN.shape[1], x_MK.shape[1])
 )
 _grouped_linear.register_autograd(_backward, setup_context=_save)
