@@ -63,7 +63,7 @@ class Classifier:
 
 @dataclass(frozen=True)
 class MoEArgs:
-    """Mixture of experts in place of a block's feed-forward; names are torchtitan's.
+    """Mixture of experts instead of a block's feed-forward; names are torchtitan's.
 
     A router gives each token a score for each expert, a softmax over experts or a sigmoid, and sends it to
     the ``top_k`` experts with the largest scores. Their outputs are added, weighted by their scores: divided
