@@ -326,7 +326,7 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
     # With transformers 5, PEFT 0.21 looks at the last component of a target, even of a full name.
     experts_hf = {row.hf.split(".")[-2] for row in rows.values() if row.experts}
     if fused := [it for it in targets if rows[f"{it}.weight"].hf.split(".")[-2] in experts_hf]:
-        return f"it would update the experts in place of {fused[0]} (finetune.lora.target_modules)"
+        return f"it would update the experts instead of {fused[0]} (finetune.lora.target_modules)"
     for name in replaced:
         module, _, kind = name.rpartition(".")
         kinds.setdefault(module, set()).add(kind)

@@ -75,6 +75,10 @@ def apply_fsdp(
     """
     if expert_mesh is not None:
         units = _with_experts(units)
+
+    def mesh_of(module: nn.Module) -> DeviceMesh:
+        return expert_mesh if expert_mesh is not None and isinstance(module, Experts) else mesh
+
     inner = replace(precision, output_dtype=None)
     pinned = mesh.device_type == "cuda"  # pinning memory fails without CUDA
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
@@ -83,7 +87,7 @@ def apply_fsdp(
     # Reversed, because fully_shard must be called on inner units first.
     for position in reversed(range(len(units))):
         unit = units[position]
-        its_mesh = expert_mesh if expert_mesh and isinstance(unit[0], Experts) else mesh
+        its_mesh = mesh_of(unit[0])
         fully_shard(
             list(unit),
             mesh=its_mesh,
@@ -105,7 +109,7 @@ def apply_fsdp(
     of_mesh: dict[DeviceMesh, list[FSDPModule]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            of_mesh[expert_mesh if expert_mesh and isinstance(module, Experts) else mesh].append(module)
+            of_mesh[mesh_of(module)].append(module)
     for its_mesh, sharded_units in of_mesh.items():
         if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
             _share_memory(sharded_units, its_mesh)

@@ -63,7 +63,7 @@ class Classifier:
 
 @dataclass(frozen=True)
 class MoEArgs:
-    """Mixture of experts in place of a block's feed-forward; names are torchtitan's.
+    """Mixture of experts instead of a block's feed-forward; names are torchtitan's.
 
     A router gives each token a score for each expert, a softmax over experts or a sigmoid, and sends it to
     the ``top_k`` experts with the largest scores. Their outputs are added, weighted by their scores: divided
@@ -207,6 +207,9 @@ def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_d
         if derived_head_dim:
             fixes |= {"dim": f"{set_dim}, or {fix}", "n_heads": f"{set_heads}, or {fix}"}
         add(rule, fixes)
+    if asked.get("ffn_dim") and args.moe and all(map(args.moe.has_experts, range(args.n_layers))):
+        rule = f"every block has experts, of width {args.moe.ffn_dim}, which no key changes"
+        add(rule, {"ffn_dim": "remove model.ffn_dim"})
     if args.n_heads % args.n_kv_heads:
         rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads ({args.n_kv_heads})"
         possible = divisors(args.n_heads)
