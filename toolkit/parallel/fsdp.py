@@ -208,7 +208,7 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
     return Shard(1) if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0 else None
 
 
-def _with_experts(model: Decoder, units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
+def _with_experts(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
     """Add experts as units, each after the unit that contains it; last come those that no unit contains."""
     all_units: list[Sequence[nn.Module]] = []
     for unit in [*units, [model]]:
