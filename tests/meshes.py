@@ -299,7 +299,7 @@ def techniques(layout: str) -> set[str]:
 
 
 def has_known_traffic(layout: str) -> bool:
-    """Whether what a layout sends follows from its configuration; how many rows experts get does not."""
+    """Return whether the configuration determines what is sent; how many rows experts get is not known."""
     words = layout.split()
     return "balanced" in words or not any(word.startswith("ep") for word in words)
 

@@ -31,7 +31,7 @@ def test_counts_six_per_parameter_outside_the_embedding():
 
 
 def test_only_the_chosen_experts_count():
-    """Of Qwen3-30B-A3B, 8 of 128 in each of 48 layers, each of three matrices of 2048 x 768."""
+    """Qwen3-30B-A3B has 128 experts in each of 48 layers, of three matrices of 2048 x 768, and chooses 8."""
     args, total, embedding = resolve("qwen3_moe", "30B-A3B"), 30_532_122_624, 151936 * 2048
     parameters = total - 48 * (128 - 8) * 3 * 2048 * 768 - embedding
     attention = 12 * 48 * 32 * 128 * 4096
@@ -58,7 +58,7 @@ def test_a_window_stands_in_for_a_longer_sequence():
 # Sizes beside which norms, of which torch counts nothing, an adapter of rank 1 and the attention of one block
 # in backward are small: 3%, where one of the parts that are counted is 10% or more.
 SMALL = small(dim=256, ffn_dim=512, vocab_size=512)
-MOE = small("qwen3_moe", dim=256, ffn_dim=512, vocab_size=512)
+MOE = small("qwen3_moe", dim=256, ffn_dim=None, vocab_size=512)
 SEQ_LEN = 64
 KINDS: dict[str, dict] = {
     "all": {},

@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_a_loop(sizes: tuple[int, ...], dtype:
 def test_what_runs_on_cuda_gives_the_same(
     sizes: tuple[int, ...], n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CPU, where torch has a plain version of grouped_mm with the same rules for widths."""
+    """Run it on CPU, where torch has a plain version of grouped_mm with the same rules for widths."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x, weight, ends = _inputs(sizes, torch.bfloat16, n=n, k=k)
     found, expected = grouped_linear(x, weight, ends), _loop(x, weight, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -75,7 +76,7 @@ class ExpertLoad:
         """Return the values of :data:`NAMES` for global ``counts`` (layers, E): (2,), fp64."""
         of_mean = shares(counts)
         probabilities = of_mean / self.experts
-        entropy = torch.special.entr(probabilities).sum(-1) / torch.tensor(self.experts).double().log()
+        entropy = torch.special.entr(probabilities).sum(-1) / math.log(max(self.experts, 2))
         return torch.stack([of_mean.max(), entropy.min()])
 
     @torch.no_grad()

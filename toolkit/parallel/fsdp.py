@@ -74,7 +74,7 @@ def apply_fsdp(
     have the policy's ``output_dtype``.
     """
     if expert_mesh is not None:
-        units = _with_experts(units)
+        units = _with_experts(model, units)
 
     def mesh_of(module: nn.Module) -> DeviceMesh:
         return expert_mesh if expert_mesh is not None and isinstance(module, Experts) else mesh
@@ -208,16 +208,15 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
     return Shard(1) if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0 else None
 
 
-def _with_experts(units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
-    """Add the experts in each unit as units after it, if they are not units."""
+def _with_experts(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
+    """Add experts as units, each after the unit that contains it; last come those that no unit contains."""
     all_units: list[Sequence[nn.Module]] = []
-    known = {module for unit in units for module in unit}
-    for unit in units:
-        all_units.append(unit)
-        inside = (inner for module in unit for inner in module.modules() if isinstance(inner, Experts))
-        new = [inner for inner in inside if inner not in known]
-        all_units += [[inner] for inner in new]
-        known.update(new)
+    for unit in [*units, [model]]:
+        if unit not in all_units:
+            all_units.append(unit)
+        inside = (inner for module in unit for inner in module.modules())
+        all_units += [[inner] for inner in inside if isinstance(inner, Experts) and [inner] not in all_units]
+    all_units.remove([model])
     return all_units
 
 

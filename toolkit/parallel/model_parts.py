@@ -147,7 +147,7 @@ class ModelParts(ABC):
         try:
             with torch.no_grad():
                 for batch in batches:
-                    self.loss(batch)
+                    self._forward(batch)
         finally:
             for model in self.models:
                 model.block_sums.counts = False
@@ -159,6 +159,10 @@ class ModelParts(ABC):
     @abstractmethod
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Implement :meth:`backward`. Returns the sums of the objective only."""
+
+    @abstractmethod
+    def _forward(self, batch: MicroBatch) -> Tensor | None:
+        """Run a prepared micro-batch; return the output of the last stage, if it is on this rank."""
 
     @abstractmethod
     def loss(self, batch: MicroBatch) -> Tensor:
