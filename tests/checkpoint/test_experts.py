@@ -1,5 +1,5 @@
-"""A run with experts is saved on one mesh and continued on others: losses, loads and biases are those of a run
-that never stopped, in fp64."""
+"""A run with experts continues on other meshes: losses, loads and biases are those of a run that never stopped,
+in fp64."""
 
 from __future__ import annotations
 

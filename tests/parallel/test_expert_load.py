@@ -123,7 +123,7 @@ def _all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Findings of each of two ranks."""
     return run_world(_all, 2)
 
 
