@@ -1,5 +1,5 @@
-"""A run with experts continues on other meshes: losses, loads and biases are those of a run that never stopped,
-in fp64."""
+"""A run with experts continues on other meshes as one that never stopped: its losses, loads and biases, in
+fp64."""
 
 from __future__ import annotations
 
