@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from toolkit.compat import CachedDispatchMode, checkpoint_wrapper, functorch_config, operator_is_compiled
 from toolkit.config.parallelism import ActivationCheckpoint
+from toolkit.hardware import is_simulated
 
 SAVED = frozenset(
     {
@@ -81,14 +82,19 @@ class _RecomputeMode(CachedDispatchMode):
 
     torch also requires the counts of all other operators to match between the two forwards. They differ if
     part of a block is an FSDP unit: its hooks all-gather it in one forward, and find it gathered in the
-    other.
+    other. A split backward recomputes twice, which torch allows only in compiled blocks; a simulation
+    compiles nothing, and computes saved outputs again the second time.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # While a graph is traced, all outputs are saved.
         if func.name() in _MAY_SAVE or operator_is_compiled(func, args, kwargs):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError:
+                if not is_simulated():
+                    raise
         return func(*args, **kwargs)
 
 
