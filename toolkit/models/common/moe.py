@@ -2,8 +2,8 @@
 
 Tokens are sorted by expert, each expert computes its contiguous rows, and each token adds the outputs of its
 experts in the order of its choices. So a token's result does not depend on the other tokens, and is the same
-on any mesh. Shapes: T tokens, E experts, k choices per token, M = T·k rows, D model dim, F expert width.
-Names are torchtitan's.
+on any mesh, up to rounding. Shapes: T tokens, E experts, k choices per token, M = T·k rows, D model dim, F
+expert width. Names are torchtitan's.
 """
 
 from __future__ import annotations
