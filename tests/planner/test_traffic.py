@@ -15,7 +15,7 @@ from toolkit.hardware import detect
 from toolkit.planner.traffic import WORLD, Exchange, step_traffic
 from toolkit.preflight.planned_run import PlannedRun
 
-# The formulas do not cover experts, whose traffic tests/integration/test_meshes.py compares with what is sent.
+# The formulas do not cover experts, whose traffic tests/integration/test_meshes.py compares with a run's.
 LAYOUTS = [it for it in meshes.LAYOUTS if not {"compiled", "muon", "moe"} & set(it.split())]
 FEW = [
     *("shard2 by-class AC-2", "replicate2 shard2 HYBRID_SHARD_ZERO2 float32", "tp2 AC-full"),
