@@ -78,7 +78,7 @@ def test_peft_has_no_format_for_what_it_would_apply_to_experts() -> None:
     partly_dense = replace(args, moe=replace(args.moe, first_dense=1))
     lora = Finetune.model_validate(KINDS["lora"])
     assert not unsupported_by_peft(args, lora)
-    assert "in place of layers.0.feed_forward." in unsupported_by_peft(partly_dense, lora)
+    assert "instead of layers.0.feed_forward." in unsupported_by_peft(partly_dense, lora)
     trained = ["layers.0.moe.router.gate.weight", "layers.0.moe.experts.w1"]
     assert not unsupported_by_peft(args, lora, trained[:1])
     assert "cannot save experts, such as layers.0.moe.experts.w1" in unsupported_by_peft(args, lora, trained)
