@@ -95,21 +95,21 @@ class TrainStep:
         assert self.in_backward is None or len(batches) == 1, "the preflight rejects accumulation here"
         model_parts = self.model_parts
         batches = [model_parts.prepare(batch, self.device) for batch in batches]
-        all_tokens = sum(tokens.numel() for batch in batches if (tokens := batch["tokens"]) is not None)
+        local_tokens = sum(tokens.numel() for batch in batches if (tokens := batch["tokens"]) is not None)
         local_counts = [
             count_valid(batches),
             model_parts.objective.count(batches),
-            torch.full((), all_tokens, dtype=torch.int64, device=self.device),
+            torch.full((), local_tokens, dtype=torch.int64, device=self.device),
         ]
         local_counts = [count * model_parts.is_loss_rank for count in local_counts]
         # Filled on the device: a copy from the host would synchronize.
         counts = torch.stack([*local_counts, torch.full((), int(stop), device=self.device)])
         dist.all_reduce(counts)
-        tokens, items, trained_tokens, stops = counts.unbind()
+        tokens, items, all_tokens, stops = counts.unbind()
         scale = 1.0 / divisor(items).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        local_sums = model_parts.backward(batches, scale, 1.0 / divisor(trained_tokens).double())
+        local_sums = model_parts.backward(batches, scale, 1.0 / divisor(all_tokens).double())
         experts = model_parts.expert_load
         loads = experts.take(self.device) if experts else local_sums.new_zeros(0)
         sums = torch.cat([local_sums, loads.flatten()])

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt, Interval
 
 from toolkit.config.types import (
+    EXPERTS,
     MAX_INT,
     LocalPath,
     Needs,
@@ -224,7 +225,7 @@ class Debug(Table):
 
     seed: NonNegative | None = None
     """Seed for the initial weights, the data order and random numbers in the model; None is 0."""
-    moe_force_load_balance: Annotated[bool, Needs("a model with experts", rejected=True)] = False
+    moe_force_load_balance: Annotated[bool, EXPERTS] = False
     """Send tokens to all experts in turn instead of those that the router prefers, to measure speed."""
     deterministic: bool = False
     """Use only deterministic algorithms, at some cost in speed; an operator without one is an error."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Interval
 
 from toolkit.config.types import (
+    EXPERTS,
     FLOAT8,
     MAX_LAYERS,
     AutoOrDegree,
@@ -27,7 +28,6 @@ _CP = OnlyWith("parallelism.context_parallel_degree", above=1)
 _SHARDED = Needs("parameters sharded over several ranks")
 _AHEAD = Needs("one stage per rank, or resharding")
 _BY_COUNT = Needs("stages cut by counts of layers")
-_EXPERTS = Needs("a model with experts", rejected=True)
 _AGAIN = OnlyWith("activation_checkpoint.mode", ("selective", "full"), rejected=True)
 _BUDGET = OnlyWith("activation_checkpoint.mode", ("memory_budget",), rejected=True)
 
@@ -137,7 +137,7 @@ class Parallelism(Table):
     """Exchange of keys and values: all-gathered, or passed around a ring, which uses less memory and sends
     more; on CUDA with document masks they are always gathered."""
 
-    expert_parallel_degree: Annotated[Degree, _EXPERTS] = 1
+    expert_parallel_degree: Annotated[Degree, EXPERTS] = 1
     """Ranks over which the experts of each layer are divided: groups of adjacent ranks among dp_shard x cp x
     tp. Must divide the number of experts."""
 

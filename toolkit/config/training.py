@@ -9,6 +9,7 @@ from pydantic import Field as Constraint
 
 from toolkit.config.local_paths import EMBEDDED_TOKENIZER
 from toolkit.config.types import (
+    EXPERTS,
     FLOAT8,
     AutoOrBatchSize,
     AutoOrPositive,
@@ -191,9 +192,6 @@ class Loss(Table):
     """Weight of the squared log of the softmax denominator, which keeps logits small; 1e-4 in PaLM."""
 
 
-_EXPERTS = Needs("a model with experts", rejected=True)
-
-
 class MoE(Table):
     """Balance of a mixture of experts."""
 
@@ -202,7 +200,7 @@ class MoE(Table):
     ] = 1e-3
     """Step by which each expert's bias changes after each update, up for experts with fewer tokens than the
     mean of the global batch and down for others, in models that have the bias; 0 keeps it."""
-    aux_loss_coeff: Annotated[NonNegativeFloat, _EXPERTS] = 0.0
+    aux_loss_coeff: Annotated[NonNegativeFloat, EXPERTS] = 0.0
     """Weight of the balancing loss: per layer, the sum over experts of the share of choices times the mean
     score, 1 if balanced."""
     aux_loss_scope: Annotated[
@@ -210,7 +208,7 @@ class MoE(Table):
     ] = "global_batch"
     """Tokens over which the share of choices is counted. global_batch: all of a step; with several
     micro-batches, a forward pass counts them before the step. sequence: those of each row."""
-    z_loss_coeff: Annotated[NonNegativeFloat, _EXPERTS] = 0.0
+    z_loss_coeff: Annotated[NonNegativeFloat, EXPERTS] = 0.0
     """Weight of the squared log of the denominator of the router's softmax, which keeps its logits small;
     1e-3 in ST-MoE."""
 

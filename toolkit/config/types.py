@@ -114,6 +114,10 @@ class Needs:
     rejected: bool = False
 
 
+EXPERTS = Needs("a model with experts", rejected=True)
+"""Marks a key of mixtures of experts."""
+
+
 def _contains(value: object, values: tuple[Any, ...]) -> bool:
     """Return whether a value, or an item of a list, is one of ``values``."""
     return any(item in values for item in (value if isinstance(value, list) else [value]))

@@ -9,7 +9,7 @@ _NO_EXPERT_TP = (
     "under expert parallelism experts are whole; without it, parallelism.tensor_parallel_degree splits them"
 )
 NO_GROUPED = "matmuls of experts have no low precision"
-_ROUTER_MM = "the router's choice of experts is saved without it"
+_ROUTER_MM = "modes op and matmul save the router's choice of experts without it"
 NO_MX = (
     "MX formats are not supported: they need GPUs of compute capability 10.0 or above, on which this toolkit "
     "has not been run"

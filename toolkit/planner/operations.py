@@ -252,9 +252,8 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
         return "attention", (10 if backward else 4) * batch * heads * width * seen
     if name.startswith("nf4_linear"):
         return "matmul", 2.0 * args[0].numel() * result.shape[-1]
-    if name.startswith("grouped_linear"):
-        matmuls = 2 if name.endswith("backward") else 1
-        return "matmul", 2.0 * matmuls * args[0].numel() * args[1].shape[1]
+    if name.startswith("grouped_linear"):  # and grouped_linear_weight_grad
+        return "matmul", 2.0 * args[0].numel() * args[1].shape[1]
     count = flop_registry.get(function.overloadpacket)
     if count is None:
         return "other", 0.0

@@ -30,7 +30,7 @@ from toolkit.models.common.args import (
 GENERATION_CONFIG = "generation_config.json"
 _ONE_LABEL = "single_label_classification"
 
-EXPERTS = ("num_experts", "num_local_experts")
+_EXPERTS = ("num_experts", "num_local_experts")
 """Names of the number of experts, in different versions of transformers."""
 
 _MUST_BE_FALSE = {
@@ -187,10 +187,19 @@ class HFConfig:
 
     def read_moe(self, fields: Fields) -> MoEArgs | None:
         """Read the experts of a family that has them; this one has none."""
-        for key in EXPERTS:
+        for key in _EXPERTS:
             if key in fields.values:
                 fields.reject(key, f"must be absent or null: {self.display_name} has no mixture of experts")
         return None
+
+    def read_choice(self, fields: Fields, name: str, experts: int, top_k: int) -> tuple[int, int]:
+        """Read the number of experts, under ``name`` if no version of transformers has its own, and how many
+        compute a token; ``experts`` and ``top_k`` are the defaults."""
+        key = next((key for key in _EXPERTS if key in fields.values), name)
+        experts, top_k = fields.count(key, experts), fields.count("num_experts_per_tok", top_k)
+        if top_k > experts:
+            fields.reject("num_experts_per_tok", f"must be at most {key}, which is {experts}")
+        return experts, top_k
 
     def write_moe(self, args: ModelArgs) -> dict[str, Any]:
         """Return the fields that :meth:`read_moe` reads."""

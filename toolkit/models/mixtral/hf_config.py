@@ -6,17 +6,14 @@ from typing import Any
 
 from toolkit.io.json_fields import Fields
 from toolkit.models.common.args import ModelArgs, MoEArgs
-from toolkit.models.common.hf_config import EXPERTS, HFConfig
+from toolkit.models.common.hf_config import HFConfig
 
 
 class MixtralConfig(HFConfig):
     """A config.json with experts of the width intermediate_size, whose chosen scores always sum to 1."""
 
     def read_moe(self, fields: Fields) -> MoEArgs:
-        key = next((key for key in EXPERTS if key in fields.values), "num_local_experts")
-        experts, top_k = fields.count(key, 8), fields.count("num_experts_per_tok", 2)
-        if top_k > experts:
-            fields.reject("num_experts_per_tok", f"must be at most {key}, which is {experts}")
+        experts, top_k = self.read_choice(fields, "num_local_experts", 8, 2)
         if fields.values.get("router_jitter_noise", 0) != 0:
             fields.reject("router_jitter_noise", "must be 0: noise in the router's input is not supported")
         return MoEArgs(experts, top_k, fields.count("intermediate_size"), route_norm=True)

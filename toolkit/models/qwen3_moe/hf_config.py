@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.io.json_fields import Fields
 from toolkit.models.common.args import ModelArgs, MoEArgs
-from toolkit.models.common.hf_config import EXPERTS, HFConfig
+from toolkit.models.common.hf_config import HFConfig
 
 
 class Qwen3MoEConfig(HFConfig):
@@ -14,10 +14,7 @@ class Qwen3MoEConfig(HFConfig):
     not read, because a run configures its own."""
 
     def read_moe(self, fields: Fields) -> MoEArgs:
-        key = next((key for key in EXPERTS if key in fields.values), EXPERTS[0])
-        experts, top_k = fields.count(key, 128), fields.count("num_experts_per_tok", 8)
-        if top_k > experts:
-            fields.reject("num_experts_per_tok", f"must be at most {key}, which is {experts}")
+        experts, top_k = self.read_choice(fields, "num_experts", 128, 8)
         if fields.count("decoder_sparse_step", 1) != 1:
             fields.reject("decoder_sparse_step", "must be 1: other steps between experts are not supported")
         dense = fields.values.get("mlp_only_layers", [])
