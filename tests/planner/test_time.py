@@ -70,6 +70,18 @@ def test_products_are_the_flops_of_the_metrics(tmp_path: Path, ranks: tuple[int,
     assert pieces.block.backward.flops("attention") == 2.5 * pieces.block.forward.flops("attention")
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_matmuls_of_experts_are_the_flops_of_the_chosen_ones(tmp_path: Path, tp: int) -> None:
+    model = {"name": "qwen3_moe", "flavor": "debugmodel", "dim": 256, "ffn_dim": None}
+    config, args = planned(tmp_path, model=model, training={"seq_len": 64, "loss_chunk_tokens": 0})
+    pieces = found(config, args, tp, checkpointed=False)
+    blocks = products(pieces.first) + (args.n_layers - 1) * products(pieces.block)
+    square = 12 * args.n_layers * args.n_heads * args.head_dim * 64
+    expected = 2 * 64 * (flops_per_token(args, seq_len=64) - square)
+    # Norms are counted there, and the sum of a token's outputs is a matmul here.
+    assert (blocks + products(pieces.head)) * tp == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_pieces_add_up_to_a_deeper_model(tmp_path: Path, mode: str) -> None:
     tables = {"activation_checkpoint": {"mode": mode}, "model": {"n_layers": 4}, "training": {"seq_len": 64}}
