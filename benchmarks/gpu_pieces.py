@@ -1,6 +1,6 @@
 """The pieces of benchmarks/gpu_session.py that are no training runs.
 
-    python -m benchmarks.gpu_pieces probe | exact | micro | attention | generate [--small]
+    python -m benchmarks.gpu_pieces probe | exact | micro | experts | attention | generate [--small]
 
 ``--small`` is for a rehearsal on a CPU, whose numbers mean nothing.
 """
@@ -108,8 +108,20 @@ VARIANTS: dict[str, Tables] = {
     "CPU offload": {"training": {"enable_cpu_offload": True}},
     "compiled": {"compile": {"enable": True}},
 }  # fmt: skip
-IN_A_REHEARSAL = ("plain", "all in FSDP", "step in backward")
 IN_BACKWARD: Tables = {"optimizer": {"early_step_in_backward": True}, "training": {"max_norm": float("inf")}}
+EXPERTS: Tables = {
+    "model": {"name": "qwen3_moe", "ffn_dim": None},
+    "moe": {"aux_loss_coeff": 1e-2, "z_loss_coeff": 1e-3},
+}
+OTHERS: dict[str, tuple[str, Tables]] = {
+    "step in backward": ("in backward", IN_BACKWARD),
+    "experts": ("experts", EXPERTS),
+    "experts, by operator": ("experts", EXPERTS | VARIANTS["by operator"]),
+    "experts, compiled": ("experts", EXPERTS | VARIANTS["compiled"]),
+}
+"""Techniques that change what is computed: the run on the CPU that they are compared with, and tables."""
+TRUTHS: dict[str, Tables] = {"plain": {}, "in backward": IN_BACKWARD, "experts": EXPERTS}
+IN_A_REHEARSAL = ("plain", "all in FSDP", "step in backward", "experts")
 EXACTLY = {"dtype": "float64", "mixed_precision_param": "float64", "mixed_precision_reduce": "float64"}
 STEPS = 5
 
@@ -125,10 +137,7 @@ def exact(small: bool, *, truth_into: str = "") -> None:
     here, folder = device(), tempfile.mkdtemp()
     process_group.start(here, timeout_seconds=120)
     if truth_into:
-        truths = {
-            "plain": fp64_steps(here, f"{folder}/plain", {}),
-            "in": fp64_steps(here, f"{folder}/in", IN_BACKWARD),
-        }
+        truths = {name: fp64_steps(here, f"{folder}/{name}", tables) for name, tables in TRUTHS.items()}
         Path(truth_into).write_text(json.dumps(truths))
         return process_group.stop()
     command = [sys.executable, "-m", "benchmarks.gpu_pieces", "exact", "--truth", f"{folder}/truth.json"]
@@ -136,7 +145,8 @@ def exact(small: bool, *, truth_into: str = "") -> None:
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
     runs: dict[str, list[Step]] = {}
     wrong = []
-    for name, tables in [*VARIANTS.items(), ("step in backward", IN_BACKWARD)]:
+    plans = {name: ("plain", tables) for name, tables in VARIANTS.items()} | OTHERS
+    for name, (_, tables) in plans.items():
         if small and name not in IN_A_REHEARSAL:
             continue
         try:
@@ -148,7 +158,7 @@ def exact(small: bool, *, truth_into: str = "") -> None:
     assert other.wait(100) == 0, "the run on the CPU failed"
     truths = json.loads(Path(folder, "truth.json").read_text())
     for name, found in runs.items():
-        truth = truths["in" if name == "step in backward" else "plain"]
+        truth = truths[plans[name][0]]
         pairs = [(a, b) for one, two in zip(found, truth, strict=True) for a, b in zip(one, two, strict=True)]
         worst = max(abs(a / b - 1) for a, b in pairs)
         wrong += [name] if worst > 1e-9 else []
@@ -233,6 +243,62 @@ def micro(small: bool) -> None:
     weight.grad = torch.randn_like(weight)
     tell("update, AdamW (torch's fused)", f * d, torch.optim.AdamW([weight], lr=1e-4, fused=True).step)
     tell("update, AdamW8bit", f * d, AdamW8bit([weight], lr=1e-4, betas=(0.9, 0.95), eps=1e-8).step)
+    print("done")
+
+
+def experts(small: bool) -> None:
+    """A layer of experts of Qwen3 30B-A3B beside a dense one with as many active FLOPs, forward and backward
+    of 8,192 tokens: ms and TFLOP/s, eagerly and compiled, with the router's choice and balanced; and its
+    matmuls alone."""
+    from toolkit import fused
+    from toolkit.models.common.decoder import FeedForward
+    from toolkit.models.common.grouped_linear import grouped_linear
+    from toolkit.models.common.moe import MoE
+    from toolkit.models.registry import resolve
+
+    here, dtype = device(), torch.bfloat16
+    args = resolve("qwen3_moe", "debugmodel" if small else "30B-A3B")
+    assert args.moe is not None
+    tokens, d = 64 if small else 8192, args.dim
+    f, k, e = args.moe.ffn_dim, args.moe.top_k, args.moe.num_experts
+    fused.enable(["swiglu"])
+    with here:
+        layers = {"dense": FeedForward(d, f * k), "experts": MoE(args), "balanced": MoE(args)}
+        layers["balanced"].router.force_load_balance = True  # type: ignore[union-attr]
+    for layer in layers.values():
+        layer.to(dtype)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+    x = torch.randn(1, tokens, d, device=here, dtype=dtype, requires_grad=True)
+    flops = 3 * 2 * 3 * tokens * d * f * k
+
+    def tell(name: str, seconds: float) -> None:
+        print(f"{name:32} {1e3 * seconds:8.2f} ms {flops / seconds / 1e12:6.0f} TFLOP/s", flush=True)
+
+    for name, layer in layers.items():
+        leaves = [x, *layer.parameters()]
+        ways = [("eager", layer), ("compiled", torch.compile(layer, fullgraph=True))]
+        for way, call in ways if here.type == "cuda" else ways[:1]:
+
+            def step(call: Any = call, leaves: list[Tensor] = leaves) -> object:
+                out = call(x)
+                out = getattr(out, "hidden", out)
+                return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+            tell(f"{name}, {way}", median_seconds(step, 5))
+    rows = torch.randn(tokens * k, d, device=here, dtype=dtype, requires_grad=True)
+    weight = torch.randn(e, f, d, device=here, dtype=dtype, requires_grad=True)
+    up = torch.randn(tokens * k, f, device=here, dtype=dtype)
+    ends = (torch.arange(1, e + 1, device=here) * (tokens * k // e)).int()
+    whole = torch.randn(f * k, d, device=here, dtype=dtype)
+    flops //= 3
+    tell("one matmul of experts", median_seconds(
+        lambda: torch.autograd.grad(grouped_linear(rows, weight, ends), (rows, weight), up), 5))  # fmt: skip
+    if here.type == "cuda":
+        bare, turned = rows.detach(), weight.detach().transpose(1, 2)
+        flops //= 3
+        tell("grouped_mm alone, forward", median_seconds(lambda: F.grouped_mm(bare, turned, offs=ends), 5))
+        tell("the same as one dense matmul", median_seconds(lambda: bare[:tokens] @ whole.T, 5))
     print("done")
 
 
@@ -327,7 +393,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    pieces = {"probe": probe, "exact": exact, "micro": micro, "attention": attention, "generate": generate}
+    pieces = {it.__name__: it for it in (probe, exact, micro, experts, attention, generate)}
     parser.add_argument("what", choices=pieces)
     parser.add_argument("--small", action="store_true", help="for a rehearsal on a CPU")
     parser.add_argument("--truth", help=argparse.SUPPRESS)  # exact: write the steps on the CPU here

@@ -65,10 +65,11 @@ SIZE_1B = flags(
     "--training.global_batch_size 8"
 )
 SMALL = flags(
-    "--model.dim 256 --model.n_layers 2 --model.n_heads 4 --model.n_kv_heads 2 --model.ffn_dim 256 "
+    "--model.dim 256 --model.n_layers 2 --model.n_heads 4 --model.n_kv_heads 2 "
     "--model.vocab_size 4352 --training.seq_len 32 --training.steps 2 --training.local_batch_size 1 "
     "--training.global_batch_size 1 --compile.backend aot_eager --quantize.linear.float8.emulate"
 )
+DENSE = flags("--model.ffn_dim 256")
 # A model whose update takes as long as the backward of its blocks: if gradients are overwritten while the
 # update on FSDP's stream still reads them, losses differ from those of the run on one stream at a time. All
 # kernels are deterministic, so that nothing else makes them differ.
@@ -134,12 +135,19 @@ EARLY_STEP = ONE_GPU + flags(
     "--optimizer.name AdamW --optimizer.early_step_in_backward --training.global_batch_size 1 "
     "--training.max_norm inf --activation_checkpoint.selective_ac_option op"
 )
+# Blocks of Qwen3 30B-A3B, as many as fit with weights and moments.
+MOE_30B = ONE_GPU + flags(
+    "--model.name qwen3_moe --model.flavor 30B-A3B --model.n_layers 8 --training.global_batch_size 1 "
+    "--moe.aux_loss_coeff 1e-3"
+)
+MOE_RUN = [*DEFAULT_RUN, "--job.config_file", "train_configs/debug_moe.toml"]
 PIECES = [
     # 1. Whether anything works, and what the ceilings are.
     Piece("probe", 60, 10, piece_of("probe"), gate=True),
     # 2. Correctness, at the same time: nothing here is timed.
     Piece("default_run", 120, 65, DEFAULT_RUN, group="A", gate=True),
     Piece("exact", 140, 75, piece_of("exact"), group="A"),
+    Piece("moe_run", 120, 70, MOE_RUN, group="A"),
     Piece("tests", 150, 130, tests(), group="A"),
     Piece("race_streams", 100, 60, train=RACE, group="A"),
     Piece("race_blocking", 100, 60, train=RACE, group="A", environment={"CUDA_LAUNCH_BLOCKING": "1"}),
@@ -154,6 +162,8 @@ PIECES = [
           + flags("--finetune.lora.quantize_base nf4")),
     Piece("attention", 60, 30, piece_of("attention")),
     # 4. For a second command, or the time that is left.
+    Piece("experts", 60, 35, piece_of("experts")),
+    Piece("moe_30b", 110, 70, train=MOE_30B + PROFILED),
     Piece("8b_float8", 130, 80, train=ONE_GPU + flags("--training.steps 4 --model.converters float8")),
     Piece("generate", 80, 45, piece_of("generate")),
     Piece("8b_h200", 150, 110, train=preset("llama3_8b_one_h200") + PLAIN, least_gib=130),
@@ -161,7 +171,7 @@ PIECES = [
 ]  # fmt: skip
 FIRST = [it.name for it in PIECES[: PIECES.index(next(p for p in PIECES if p.name == "8b_qlora"))]]
 """Pieces of the first command, of 480 s; docs/gpu.md."""
-SECOND = ["attention", "8b_qlora", "generate"]
+SECOND = ["experts", "moe_30b", "8b_qlora", "attention"]
 """Pieces of the second command, of 195 s."""
 
 
@@ -259,9 +269,9 @@ class Session:
         for key, path in {"job.dump_folder": folder, **folders}.items():
             command += [f"--{key}", str(path)]
         if self.small:
-            command += (
-                SMALL if piece.train else flags("--training.steps 2 --validation.freq 2 --model.dim 64")
-            )
+            small = SMALL if "qwen3_moe" in piece.train else SMALL + DENSE
+            default = flags("--training.steps 2 --validation.freq 2 --model.dim 64")
+            command += small if piece.train else default
         return command
 
     def environment(self, piece: Piece) -> dict[str, str]:

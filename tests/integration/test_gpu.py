@@ -3,11 +3,12 @@ of attention."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ from toolkit.config.parallelism import OPERATORS, ActivationCheckpoint, Compile
 from toolkit.data.build import open_data
 from toolkit.distributed import process_group
 from toolkit.metrics.startup_timer import StartupTimer
+from toolkit.models.common.block_output import BlockOutput
+from toolkit.models.common.grouped_linear import grouped_linear
+from toolkit.models.common.moe import MoE, RouterLosses
+from toolkit.models.registry import resolve
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.activation_offload import apply_activation_offload
 from toolkit.parallel.compile import apply_compile
@@ -182,6 +187,76 @@ def test_models_train_alike_with_every_attention(
     for step in zip(_steps(name, dtype, compiled=compiled, mode=mode), rounding, exact, strict=True):
         for found, rounded, truth in zip(*step, strict=True):
             assert _relative(found, truth) <= 1e-4 + 2 * _relative(rounded, truth)
+
+
+SIZES = {
+    "uneven": (130, 64, 7, 1),
+    "some empty": (0, 200, 0, 3),
+    "all in one": (0, 0, 202, 0),
+    "none": (0,) * 4,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_matmuls_of_experts_are_exact_to_rounding(sizes: tuple[int, ...], compiled: bool) -> None:
+    # Beside fp64 on the CPU from the same rounded inputs; bf16 rounds results alone, to 2^-9.
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(sizes), 64, generator=generator).bfloat16()
+    weight = torch.randn(len(sizes), 48, 64, generator=generator).bfloat16()
+    upstream = torch.randn(sum(sizes), 48, generator=generator).bfloat16()
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+
+    def results(call: Callable[..., Tensor], move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaves = [move(it).requires_grad_() for it in (x, weight)]
+        out = call(*leaves, ends.to(leaves[0].device))
+        return [out, *torch.autograd.grad(out, leaves, move(upstream))]
+
+    call = torch.compile(grouped_linear, fullgraph=True) if compiled else grouped_linear
+    exact = results(grouped_linear, lambda it: it.double())
+    for part, truth in zip(results(call, lambda it: it.cuda()), exact, strict=True):
+        assert part.dtype == torch.bfloat16
+        if truth.any():
+            assert _relative(part.cpu(), truth) < 4e-3
+        else:
+            assert not part.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_of_experts_is_exact_and_does_not_wait_for_the_device(compiled: bool) -> None:
+    args = resolve("qwen3_moe", "debugmodel")
+    layer = MoE(args)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    layer.to(torch.bfloat16)
+    x = torch.randn(4, 100, args.dim, generator=generator).bfloat16()
+
+    def results(layer: MoE, x: Tensor, call: Callable[[Tensor], BlockOutput]) -> list[Tensor]:
+        layer.losses = RouterLosses(balance=0.1, z=0.01)
+        x, parameters = x.requires_grad_(), list(layer.parameters())
+        out = call(x)
+        total = out.hidden.square().sum() + sum(out.losses.values())
+        return [out.hidden, *torch.autograd.grad(total, [x, *parameters])]
+
+    twin = copy.deepcopy(layer).double()
+    for it in (layer, twin):  # or experts whose scores are equal to a rounding may be chosen differently
+        it.router.force_load_balance = True
+    exact = results(twin, x.double(), twin)
+    layer.cuda()
+    call = torch.compile(layer, fullgraph=True) if compiled else layer
+    # bf16 rounds each of three matmuls and their gradients, several times over; a row of another expert would
+    # be off by about its whole norm.
+    for part, truth in zip(results(layer, x.cuda(), call), exact, strict=True):
+        assert _relative(part.cpu(), truth) < 3e-2
+    layer.router.force_load_balance = False
+    on_device = x.cuda()
+    results(layer, on_device.clone(), call)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(layer, on_device, call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="module")

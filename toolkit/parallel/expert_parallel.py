@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from toolkit.distributed import collectives
 from toolkit.hardware import is_simulated
 from toolkit.models.common.decoder import Decoder
-from toolkit.models.common.moe import Compute, Experts
+from toolkit.models.common.moe import Compute, Experts, Permute, inverse
 from toolkit.parallel.tensor_parallel import COLUMN, distribute_parameters
 
 
@@ -51,9 +51,9 @@ def exchange_rows(rows_MD: Tensor, counts_E: Tensor, compute: Compute, *, group:
     arrived_ND = _Exchange.apply(rows_MD, received, sent, name)
     # Rows arrive by rank, and in each by expert; they are computed by expert.
     order_N = _by_expert(received_RE, len(arrived_ND))
-    computed_ND = compute(arrived_ND.index_select(0, order_N), received_RE.sum(0))
-    back_ND = torch.empty_like(computed_ND).index_copy(0, order_N, computed_ND)
-    return _Exchange.apply(back_ND, sent, received, name)
+    place_N = inverse(order_N)
+    computed_ND = compute(Permute.apply(arrived_ND, order_N, place_N), received_RE.sum(0))
+    return _Exchange.apply(Permute.apply(computed_ND, place_N, order_N), sent, received, name)
 
 
 def _row_counts(sent_RE: Tensor, received_RE: Tensor, rows: int) -> tuple[list[int], list[int]]:

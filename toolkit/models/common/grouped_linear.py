@@ -10,36 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT = 8
-"""Rows of a group are padded to a multiple of this on CUDA: 16 bytes in bf16, which the kernel requires of
-the gradient of the weights."""
+"""Widths that torch's grouped_mm takes are multiples of this: 16 bytes in bf16. Groups of rows may have any
+size."""
 
 
 def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply the rows that belong to expert e, those up to ``ends_E[e]`` (int32), by its weight. Returns
     (M, N).
 
-    On CUDA in bf16, torch's grouped_mm reads the ends on the device; it needs widths that are multiples of 8.
+    On CUDA in bf16, torch's grouped_mm reads the ends on the device, so the host need not wait for them.
     Elsewhere a loop runs one matmul for each expert that has rows; on CPU it is as fast, and grouped_mm has
     no fp64.
     """
     aligned = not any(width % _ALIGNMENT for width in weight_ENK.shape[1:])
     if x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and aligned:
-        return _padded_grouped_mm(x_MK, weight_ENK, ends_E)
+        return F.grouped_mm(x_MK, weight_ENK.transpose(-2, -1), offs=ends_E)
     return torch.ops.toolkit.grouped_linear(x_MK, weight_ENK, ends_E)
-
-
-def _padded_grouped_mm(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Copy the groups apart from each other, so that each begins at a multiple of the alignment."""
-    rows, experts = len(x_MK), len(ends_E)
-    sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    padded_E = (sizes_E + (_ALIGNMENT - 1)) // _ALIGNMENT * _ALIGNMENT
-    padded_ends_E = padded_E.cumsum(0, dtype=torch.int32)
-    row_M = torch.arange(rows, device=x_MK.device, dtype=torch.int32)
-    expert_M = torch.searchsorted(ends_E, row_M, right=True)
-    place_M = (row_M + (padded_ends_E - padded_E - (ends_E - sizes_E))[expert_M]).long()
-    padded = x_MK.new_zeros(rows + _ALIGNMENT * experts, x_MK.shape[1]).index_copy(0, place_M, x_MK)
-    out = F.grouped_mm(padded, weight_ENK.transpose(-2, -1), offs=padded_ends_E)
-    return out.index_select(0, place_M)
 
 
 @torch.library.custom_op("toolkit::grouped_linear", mutates_args=())

@@ -166,13 +166,14 @@ class Experts(nn.Module):
         """Return the weighted sum of the experts' outputs for each token."""
         flat_M = experts_Tk.flatten()
         order_M = flat_M.argsort(stable=True)
-        rows_MD = _Sort.apply(x_TD, order_M, experts_Tk.shape[1])
+        place_M = inverse(order_M)
+        rows_MD = _Sort.apply(x_TD, order_M, place_M, experts_Tk.shape[1])
         counts_E = count(flat_M, self.num_experts)
         if self.dispatch is None:
             out_MD = self._compute(rows_MD, counts_E)
         else:
             out_MD = self.dispatch(rows_MD, counts_E, self._compute)
-        out_TkD = _Unsort.apply(out_MD, order_M).unflatten(0, experts_Tk.shape)
+        out_TkD = Permute.apply(out_MD, place_M, order_M).unflatten(0, experts_Tk.shape)
         # A batched matmul, which adds the k outputs of a token in fp32. Not a view: FSDP warns of one.
         out_T1D = torch.bmm(weights_Tk[:, None].to(out_TkD.dtype), out_TkD)
         return unsafe_view(out_T1D, (len(out_TkD), -1))
@@ -191,35 +192,41 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
     return zeros.scatter_add(0, experts, torch.ones_like(experts))
 
 
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
 class _Sort(torch.autograd.Function):
-    """Repeats each token for each of its k choices, in the given order; backward adds them in the order of
-    the choices, without atomics."""
+    """Repeats each token for each of its k choices, in the given order. Its inverse, ``place_M``, is the row
+    of each choice. Backward adds the choices in their order, without atomics. Both only gather: on CUDA that
+    is five times as fast as index_copy."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(order_M)
+    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, place_M: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(place_M)
         ctx.choices = choices
         return x_TD.index_select(0, order_M // choices)
 
     @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_M,) = ctx.saved_tensors
+        return grad_MD.index_select(0, place_M).unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+
+
+class Permute(torch.autograd.Function):
+    """Rows in the given order, whose inverse backward takes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_M)
+        return rows_MD.index_select(0, order_M)
+
+    @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
-        (order_M,) = ctx.saved_tensors
-        unsorted = torch.empty_like(grad_MD).index_copy_(0, order_M, grad_MD)
-        return unsorted.unflatten(0, (-1, ctx.choices)).sum(1), None, None
-
-
-class _Unsort(torch.autograd.Function):
-    """The inverse permutation of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor) -> Tensor:
-        ctx.save_for_backward(order_M)
-        return torch.empty_like(rows_MD).index_copy_(0, order_M, rows_MD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
-        (order_M,) = ctx.saved_tensors
-        return grad_MD.index_select(0, order_M), None
+        (inverse_M,) = ctx.saved_tensors
+        return grad_MD.index_select(0, inverse_M), None, None
 
 
 class MoE(nn.Module):

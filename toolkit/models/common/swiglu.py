@@ -34,5 +34,6 @@ def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
-_forward = Fused("swiglu", lambda gate, up: F.silu(gate) * up)
-_backward = Fused("swiglu", _gradients)
+# Dynamic, because the number of an expert-parallel rank's rows changes with each step.
+_forward = Fused("swiglu", lambda gate, up: F.silu(gate) * up, dynamic=True)
+_backward = Fused("swiglu", _gradients, dynamic=True)
