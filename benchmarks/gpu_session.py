@@ -148,14 +148,13 @@ PIECES = [
     Piece("default_run", 120, 65, DEFAULT_RUN, group="A", gate=True),
     Piece("exact", 140, 75, piece_of("exact"), group="A"),
     Piece("moe_run", 120, 70, MOE_RUN, group="A"),
-    Piece("tests", 150, 130, tests(), group="A"),
+    Piece("tests", 200, 145, tests(), group="A"),
     Piece("race_streams", 100, 60, train=RACE, group="A"),
     Piece("race_blocking", 100, 60, train=RACE, group="A", environment={"CUDA_LAUNCH_BLOCKING": "1"}),
     # 3. Speed, one at a time. A step of one_gpu is 8 micro-batches, of lora 16.
     Piece("8b_compiled", 150, 80, train=ONE_GPU + flags("--training.steps 5")),
     Piece("8b_lora", 110, 65, train=LORA + flags("--training.steps 3")),
     Piece("8b_early_step", 100, 60, train=EARLY_STEP + PROFILED),
-    Piece("8b_eager", 100, 65, train=ONE_GPU + EAGER + flags("--training.steps 4")),
     Piece("micro", 60, 30, piece_of("micro")),
     Piece("1b_default", 80, 40, train=SIZE_1B + PROFILED),
     Piece("8b_qlora", 80, 50, train=LORA + EAGER + LENGTH_4096 + PROFILED
@@ -165,6 +164,7 @@ PIECES = [
     Piece("experts", 60, 35, piece_of("experts")),
     Piece("moe_30b", 110, 70, train=MOE_30B + PROFILED),
     Piece("8b_float8", 130, 80, train=ONE_GPU + flags("--training.steps 4 --model.converters float8")),
+    Piece("8b_eager", 100, 65, train=ONE_GPU + EAGER + flags("--training.steps 4")),
     Piece("generate", 80, 45, piece_of("generate")),
     Piece("8b_h200", 150, 110, train=preset("llama3_8b_one_h200") + PLAIN, least_gib=130),
     Piece("1b_compiled", 100, 60, train=SIZE_1B + PLAIN + flags("--compile.enable")),

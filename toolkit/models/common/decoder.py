@@ -103,8 +103,8 @@ class TransformerBlock(nn.Module):
         h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
         x_BSD = self.ffn_norm(h_BSD)
         if self.moe is not None:
-            output: BlockOutput = self.moe(x_BSD)
-            return output._replace(hidden=h_BSD + output.hidden)
+            out_BSD, *sums = self.moe(x_BSD)
+            return BlockOutput(h_BSD + out_BSD, *sums)  # torch 2.11 does not compile _replace
         assert self.feed_forward is not None
         return h_BSD + self.feed_forward(x_BSD)
 
