@@ -79,6 +79,26 @@ FAMILIES = {
         options={"num_local_experts": 8},
         active={"8x7B": 12_879_925_248, "8x22B": 39_152_031_744},
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3",
+        {"671B": 671_026_404_352},
+        options={
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4,
+            "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": 20,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16, "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "moonlight": Family(
+        "DeepseekV3",
+        {"16B-A3B": 15_960_111_936},
+        options={
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": None,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16, "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
 }  # fmt: skip
 """By ``model.name``."""
 RELEASES = {"mistral0.2": {"7B": 7_241_732_096}, "mistral0.3": {"7B": 7_248_023_552}}
@@ -94,16 +114,18 @@ def save_transformers(
     family = FAMILIES[name]
     torch.manual_seed(1)
     config = getattr(transformers, f"{family.theirs}Config")(
-        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, num_labels=3,
-        attn_implementation="eager", rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **family.options,
+        **dict(
+            vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+            tie_word_embeddings=tied, num_labels=3, attn_implementation="eager",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ) | family.options,
     )  # fmt: skip
     if kind != "CausalLM":  # which finds the end of a text by it
         config.pad_token_id = 0
     model = getattr(transformers, f"{family.theirs}For{kind}")(config)
-    for parameter_name, parameter in model.named_parameters():  # transformers' own are too small to tell much
-        torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.15)
+    for name, tensor in model.state_dict().items():  # transformers' own are too small to tell much
+        torch.nn.init.normal_(tensor, mean=float("norm" in name), std=0.15)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -120,6 +142,6 @@ def read(folder: Path) -> Decoder:
     source = SafetensorsFolder(folder)
     model = Decoder(source.args)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name))
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(source.read(name))
     return model

@@ -52,9 +52,9 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_hf_config(tmp_path) == args
     with torch.device("meta"):
-        ours = {name: it.shape for name, it in Decoder(args).named_parameters()}
+        ours = {name: it.shape for name, it in Decoder(args).state_dict().items()}
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    named = published(theirs, dict(theirs.named_parameters()))
+    named = published(theirs, theirs.state_dict())
     assert ours == rows.shapes and rows.hf_shapes == {name: tuple(it.shape) for name, it in named.items()}
     found = sum(it.numel() for it in theirs.parameters())
     assert parameter_count(args) == found == PARAMETERS[name][flavor]

@@ -1,0 +1,76 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Names are torchtitan's.
+
+Shapes: B batch, S sequence, D model dim, H heads, E = N + R head dim of queries and keys, of which N elements
+have no position and R are rotated, V head dim of values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.models.common.args import ModelArgs, YarnScaling, yarn_factor
+from toolkit.models.common.attention import AttentionBackend, AttentionMask
+from toolkit.models.common.grouped_attention import Attention
+from toolkit.models.common.rms_norm import RMSNorm
+from toolkit.models.common.rope import rotate
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are made from a latent vector per token.
+
+    Backends expect heads of one size, so values are padded to E elements, which their outputs lose again.
+    """
+
+    def __init__(self, args: ModelArgs, backend: AttentionBackend):
+        nn.Module.__init__(self)
+        assert args.mla is not None
+        mla = args.mla
+        self.backend, self.head_dim, self.mla = backend, args.head_dim, mla
+        self.scale = _score_scale(args)
+        self.wq = self.wq_a = self.q_norm = self.wq_b = None
+        if mla.q_lora_rank:
+            self.wq_a = nn.Linear(args.dim, mla.q_lora_rank, bias=False)
+            self.q_norm = RMSNorm(mla.q_lora_rank, eps=args.norm_eps)
+            self.wq_b = nn.Linear(mla.q_lora_rank, args.n_heads * args.head_dim, bias=False)
+        else:
+            self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wkv_a = nn.Linear(args.dim, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=False)
+        self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=args.norm_eps)
+        made = args.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.wkv_b = nn.Linear(mla.kv_lora_rank, made, bias=False)
+        self.wo = nn.Linear(args.n_heads * mla.v_head_dim, args.dim, bias=False)
+        self.adapter: nn.Module | None = None
+
+    def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
+        mla = self.mla
+        q_BSHE = self._queries(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSHN, q_BSHR = q_BSHE.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        q_BSHE = torch.cat([q_BSHN, rotate(q_BSHR.contiguous(), rotations)], dim=-1) * self.scale
+        latent, k_BSR = self.wkv_a(x_BSD).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
+        k_BS1R = rotate(k_BSR.unsqueeze(2).contiguous(), rotations)
+        made = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
+        k_BSHN, v_BSHV = made.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
+        k_BSHE = torch.cat([k_BSHN, k_BS1R.expand(-1, -1, k_BSHN.shape[2], -1)], dim=-1)
+        v_BSHE = F.pad(v_BSHV, (0, self.head_dim - mla.v_head_dim))
+        return self.attend(q_BSHE, k_BSHE, v_BSHE, mask)
+
+    def attend(self, q_BSHE: Tensor, k_BSHE: Tensor, v_BSHE: Tensor, mask: AttentionMask) -> Tensor:
+        heads = q_BSHE, k_BSHE, v_BSHE, mask
+        out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
+        return self.wo(out_BSHE[..., : self.mla.v_head_dim].flatten(-2))
+
+    def _queries(self, x_BSD: Tensor) -> Tensor:
+        if self.wq is not None:
+            return self.wq(x_BSD)
+        assert self.wq_a is not None and self.q_norm is not None and self.wq_b is not None
+        return self.wq_b(self.q_norm(self.wq_a(x_BSD)))
+
+
+def _score_scale(args: ModelArgs) -> float:
+    """Return the factor of the scores besides 1 / √E."""
+    yarn = args.rope_scaling
+    if not isinstance(yarn, YarnScaling) or not yarn.mscale_all_dim:
+        return 1.0
+    return yarn_factor(yarn.factor, yarn.mscale_all_dim) ** 2
