@@ -116,6 +116,11 @@ class MLAArgs:
     qk_rope_head_dim: int
     v_head_dim: int
 
+    @property
+    def head_dim(self) -> int:
+        """Number of elements of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
 
 @dataclass(frozen=True)
 class ModelArgs:
@@ -152,6 +157,11 @@ class ModelArgs:
     def rope_dim(self) -> int:
         """Number of elements of a head that RoPE rotates."""
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Number of elements of a head of values."""
+        return self.mla.v_head_dim if self.mla else self.head_dim
 
 
 def vocab_from_tokenizer(flavor: str) -> bool:
@@ -235,7 +245,13 @@ def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_d
     if asked.get("ffn_dim") and args.moe and all(map(args.moe.has_experts, range(args.n_layers))):
         rule = f"every block has experts, of width {args.moe.ffn_dim}, which no key changes"
         add(rule, {"ffn_dim": "remove model.ffn_dim"})
-    if args.n_heads % args.n_kv_heads:
+    if args.mla and args.head_dim != args.mla.head_dim:
+        fix = f"remove model.head_dim, which is {args.mla.head_dim}"
+        add("latent attention fixes head_dim", {"head_dim": fix})
+    if args.mla and args.n_heads != args.n_kv_heads:
+        rule = f"n_kv_heads ({args.n_kv_heads}) must be n_heads ({args.n_heads}) in latent attention"
+        add(rule, {"n_kv_heads": "remove model.n_kv_heads", "n_heads": f"set model.n_heads = {args.n_kv_heads}"})
+    elif args.n_heads % args.n_kv_heads:
         rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads ({args.n_kv_heads})"
         possible = divisors(args.n_heads)
         set_kv_heads = f"model.n_kv_heads = {_nearest(possible, args.n_kv_heads)}"

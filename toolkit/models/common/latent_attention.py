@@ -16,6 +16,9 @@ from toolkit.models.common.grouped_attention import Attention
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rotate
 
+_NORM_EPS = 1e-6
+"""Of the latent vectors, whatever rms_norm_eps of the model is."""
+
 
 class LatentAttention(Attention):
     """Attention whose keys and values are made from a latent vector per token.
@@ -32,12 +35,12 @@ class LatentAttention(Attention):
         self.wq = self.wq_a = self.q_norm = self.wq_b = None
         if mla.q_lora_rank:
             self.wq_a = nn.Linear(args.dim, mla.q_lora_rank, bias=False)
-            self.q_norm = RMSNorm(mla.q_lora_rank, eps=args.norm_eps)
+            self.q_norm = RMSNorm(mla.q_lora_rank, eps=_NORM_EPS)
             self.wq_b = nn.Linear(mla.q_lora_rank, args.n_heads * args.head_dim, bias=False)
         else:
             self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wkv_a = nn.Linear(args.dim, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=False)
-        self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=args.norm_eps)
+        self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=_NORM_EPS)
         made = args.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.wkv_b = nn.Linear(mla.kv_lora_rank, made, bias=False)
         self.wo = nn.Linear(args.n_heads * mla.v_head_dim, args.dim, bias=False)
