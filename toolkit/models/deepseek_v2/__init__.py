@@ -27,7 +27,7 @@ class _DeepSeekV2(ModelSpec):
         from toolkit.models.deepseek_v2.hf_config import DeepSeekV2Config
 
         return DeepSeekV2Config(
-            "deepseek_v2", "DeepseekV2ForCausalLM", "a DeepSeek-V2", 2048,
+            "deepseek_v2", "DeepseekV2ForCausalLM", "a DeepseekV2", 2048,
             experts=MoEArgs(num_experts=64, top_k=1, ffn_dim=1407, num_shared_experts=2),
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ class _DeepSeekV3(ModelSpec):
         from toolkit.models.deepseek_v3.hf_config import DeepSeekV3Config
 
         return DeepSeekV3Config(
-            "deepseek_v3", "DeepseekV3ForCausalLM", "a DeepSeek-V3", 4096, experts=_EXPERTS
+            "deepseek_v3", "DeepseekV3ForCausalLM", "a DeepseekV3", 4096, experts=_EXPERTS
         )
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
