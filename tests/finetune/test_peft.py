@@ -56,8 +56,8 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
         (name, kind)
         for name, family in FAMILIES.items()
         for kind in ("lora", "dora", "prefix")
-        if kind != "prefix" or not family.options.get("sliding_window")
-        if kind == "prefix" or not family.options.get("mlp_only_layers")
+        if kind != "prefix" or not {"sliding_window", "kv_lora_rank"} & family.options.keys()
+        if kind == "prefix" or not {"mlp_only_layers", "first_k_dense_replace"} & family.options.keys()
     ],
 )
 def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ FAMILIES = {
         active={"8x7B": 12_879_925_248, "8x22B": 39_152_031_744},
     ),
     "deepseek_v3": Family(
-        "DeepseekV3", {"671B": 671_026_404_352}, options=_MLA | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2},
+        "DeepseekV3", {"671B": 671_026_404_352}, options=_MLA | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2},
         active={"671B": 37_552_282_624},
     ),
     # The norms of latent vectors have an epsilon of their own.

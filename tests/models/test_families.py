@@ -212,8 +212,10 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
     folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, **window)
     args, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder)
     even = theirs.hidden_size // theirs.num_attention_heads
-    assert args.head_dim == (getattr(theirs, "head_dim", None) or even)
-    assert (args.n_kv_heads, args.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert args.rope_dim == (getattr(theirs, "head_dim", None) or even)
+    assert args.norm_eps == theirs.rms_norm_eps
+    # transformers' default for latent attention is 128, of which nothing depends.
+    assert args.n_kv_heads == (args.n_heads if args.mla else theirs.num_key_value_heads)
     assert args.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (args.max_seq_len, args.tie_embeddings) == (
         theirs.max_position_embeddings,

@@ -151,6 +151,16 @@ def freezing_acts(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
+def adapter_fits_attention(run: PlannedRun) -> list[Problem]:
+    """Check that adapters of keys and values have heads of their own to add to."""
+    adapter = run.config.finetune.adapter
+    if run.model is None or run.model.mla is None or adapter not in ("prefix_tuning", "llama_adapter"):
+        return []
+    rule = "latent attention makes the keys and values of all heads from one vector, and takes no others"
+    return [run.problem("finetune.adapter", rule, 'set it to "lora"')]
+
+
+@rule()
 def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
     """Check that prefix tuning runs with SDPA, the only backend that supports its dense mask."""
     if run.config.finetune.adapter != "prefix_tuning":
