@@ -774,6 +774,7 @@ FINETUNED_MORE = [
         "shard2 by-class never",
     )
 ] + [
+    "tp2 qlora mla2",
     *(f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")),
     *(f"{mesh} qwen2" for mesh in ("shard2 lora", "pp2 1F1B dora", "tp2 qdora", "tp2 llama-adapter")),
     *(f"{mesh} biases-only qwen2" for mesh in ("tp2", "shard2 cp2 AC-full", "pp2 1F1B")),

@@ -90,12 +90,14 @@ FAMILIES = {
         active={"8x7B": 12_879_925_248, "8x22B": 39_152_031_744},
     ),
     "deepseek_v3": Family(
-        "DeepseekV3", {"671B": 671_026_404_352}, options=_MLA | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2},
+        "DeepseekV3", {"671B": 671_026_404_352},
+        options=_MLA | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2},
         active={"671B": 37_552_282_624},
     ),
     # The norms of latent vectors have an epsilon of their own.
     "moonlight": Family(
-        "DeepseekV3", {"16B-A3B": 15_960_108_544}, options=_MLA | {"rms_norm_eps": 1e-2}, active={"16B-A3B": 2_914_774_528}
+        "DeepseekV3", {"16B-A3B": 15_960_108_544}, options=_MLA | {"rms_norm_eps": 1e-2},
+        active={"16B-A3B": 2_914_774_528},
     ),
     "deepseek_v2": Family(
         "DeepseekV2", {"16B": 15_706_484_224, "236B": 235_741_434_880}, options=_MLA,

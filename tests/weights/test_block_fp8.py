@@ -20,7 +20,12 @@ from toolkit.weights.block_fp8 import read_block_fp8
 from toolkit.weights.convert import convert, prepare
 from toolkit.weights.safetensors import SafetensorsFolder
 
-QUANTIZED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+QUANTIZED = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 CODE = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
 
 
@@ -59,14 +64,18 @@ def publish(folder: Path, **fields: object) -> tuple[ModelArgs, dict[str, Tensor
             bias = name.endswith("e_score_correction_bias")
             files[name] = expected[name] = weight if bias else weight.bfloat16()
     predictor = "model.layers.2."
-    files |= {predictor + it: torch.ones(3) for it in ("enorm.weight", "eh_proj.weight", "shared_head.norm.weight")}
+    files |= {
+        predictor + it: torch.ones(3) for it in ("enorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    }
     files[predictor + "self_attn.o_proj.weight"], scales = quantize(torch.randn(130, 7))
     files[predictor + "self_attn.o_proj.weight_scale_inv"] = scales
     save_file(files, folder / "model.safetensors")
     return args, expected
 
 
-def test_matrices_are_those_of_the_published_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_are_those_of_the_published_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args, expected = publish(tmp_path)
     source, rows = SafetensorsFolder(tmp_path), table(args)
     assert source.args == args
@@ -108,7 +117,10 @@ def test_a_matrix_without_its_scales_is_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.o_proj.weight"
     for scales in (None, torch.ones(1, 1)):
         broken = {key: it for key, it in tensors.items() if key != f"{name}_scale_inv"}
-        save_file(broken if scales is None else broken | {f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
+        save_file(
+            broken if scales is None else broken | {f"{name}_scale_inv": scales},
+            tmp_path / "model.safetensors",
+        )
         with pytest.raises(DataError, match=f"{name} as F8_E4M3"):
             SafetensorsFolder(tmp_path)
 

@@ -148,9 +148,9 @@ class KVCache:
 class _CachedAttention(AttentionBackend):
     """Attention backend of one block: appends new keys and values to its buffers and attends to all of them.
 
-    The learned tokens of a prefix are stored before the first column and are visible to every query. Keys that
-    are passed as values too are stored once. ``up`` are projections of latent attention, computed with its
-    first tokens.
+    The learned tokens of a prefix are stored before the first column and are visible to every query. Keys
+    that are passed as values too are stored once. ``up`` are projections of latent attention, computed with
+    its first tokens.
     """
 
     def __init__(self, cache: KVCache, rows: int, capacity: int):

@@ -1,10 +1,9 @@
 """Model FLOPs per token and peak FLOP/s of devices, from which ``speed.py`` computes MFU. Imports no torch.
 
 As in PaLM and torchtitan: 6 per parameter outside the embedding table that computes the token (of experts,
-the chosen ones), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not, where
-head dim is the mean of those of keys and values. A
-sliding window shorter than the sequence replaces the sequence length. Recomputation for activation
-checkpointing does not count.
+the chosen ones), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not. The
+head dim is the mean of the keys' and the values'. A sliding window shorter than the sequence replaces the
+sequence length. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Dequantize matrices stored in fp8 (e4m3) with one scale per block of 128 × 128 elements, as DeepSeek-V3
-publishes its weights (arXiv:2412.19437)."""
+"""Dequantize matrices stored in fp8 (e4m3) with one scale per block of 128 × 128 elements
+(arXiv:2412.19437)."""
 
 from __future__ import annotations
 

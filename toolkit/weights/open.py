@@ -26,8 +26,8 @@ from toolkit.io.json_fields import Fields, check_heads, is_count, is_size
 from toolkit.models.common.args import (
     Classifier,
     LinearScaling,
-    ModelArgs,
     MLAArgs,
+    ModelArgs,
     MoEArgs,
     RopeScaling,
     Scaling,

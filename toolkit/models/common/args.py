@@ -250,7 +250,10 @@ def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_d
         add("latent attention fixes head_dim", {"head_dim": fix})
     if args.mla and args.n_heads != args.n_kv_heads:
         rule = f"n_kv_heads ({args.n_kv_heads}) must be n_heads ({args.n_heads}) in latent attention"
-        add(rule, {"n_kv_heads": "remove model.n_kv_heads", "n_heads": f"set model.n_heads = {args.n_kv_heads}"})
+        add(
+            rule,
+            {"n_kv_heads": "remove model.n_kv_heads", "n_heads": f"set model.n_heads = {args.n_kv_heads}"},
+        )
     elif args.n_heads % args.n_kv_heads:
         rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads ({args.n_kv_heads})"
         possible = divisors(args.n_heads)

@@ -35,7 +35,9 @@ class LatentAttention(Attention):
         mla = args.mla
         self.backend, self.head_dim, self.mla = backend, args.head_dim, mla
         self.scale = _score_scale(args)
-        self.wq = self.wq_a = self.q_norm = self.wq_b = None
+        self.wq_a: nn.Linear | None = None
+        self.q_norm: RMSNorm | None = None
+        self.wq_b: nn.Linear | None = None
         if mla.q_lora_rank:
             self.wq_a = nn.Linear(args.dim, mla.q_lora_rank, bias=False)
             self.q_norm = RMSNorm(mla.q_lora_rank, eps=_NORM_EPS)
@@ -92,9 +94,8 @@ class LatentAttention(Attention):
         return self.wo(out_BSHE[..., : self.mla.v_head_dim].flatten(-2))
 
     def _queries(self, x_BSD: Tensor) -> Tensor:
-        if self.wq is not None:
+        if self.wq_a is None or self.q_norm is None or self.wq_b is None:
             return self.wq(x_BSD)
-        assert self.wq_a is not None and self.q_norm is not None and self.wq_b is not None
         return self.wq_b(self.q_norm(self.wq_a(x_BSD)))
 
 

@@ -116,7 +116,9 @@ def _readable(values: dict[str, Any], mla: MLAArgs) -> dict[str, Any]:
     weights of published folders, which this toolkit computes and reads itself."""
     values = {**values, "head_dim": mla.head_dim}
     code, quantized = values.get("auto_map"), values.get("quantization_config")
-    if isinstance(code, dict) and all(str(it).partition(".")[2].startswith("Deepseek") for it in code.values()):
+    if isinstance(code, dict) and all(
+        str(it).partition(".")[2].startswith("Deepseek") for it in code.values()
+    ):
         del values["auto_map"]
     if isinstance(quantized, dict) and _FP8.items() <= {key: it for key, it in quantized.items()}.items():
         del values["quantization_config"]

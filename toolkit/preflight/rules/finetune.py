@@ -42,7 +42,8 @@ _ROTATE = "parallelism.context_parallel_rotate_method"
 def lora_has_targets(run: PlannedRun) -> list[Problem]:
     """Check that each of LoRA's targets is a linear layer of the blocks."""
     options = run.config.finetune
-    if run.model is None:
+    unused = options.adapter != "lora" and run.config.origin(_TARGETS) == DEFAULT
+    if run.model is None or unused:
         return []
     args, layers = run.model, linear_layers(run.model)
     last = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
