@@ -63,7 +63,7 @@ CASES: list[Bad] = [
     bad("patterns_match", "finetune.trainable=layer.*", '"layer.*" matches no parameter', "layers.0."),
     bad("patterns_match", "finetune.frozen=*", "leaves no parameter to train"),
     *(
-        bad("adapter_fits_attention", f"model.name=deepseek_v2 {adapter}", "one vector", 'set it to "lora"')
+        bad("adapter_fits_attention", f"{adapter} model.name=deepseek_v2", "one vector", 'set it to "lora"')
         for adapter in ("finetune.adapter=prefix_tuning", "finetune.adapter=llama_adapter")
     ),
     bad(
