@@ -111,7 +111,9 @@ def test_a_chunk_after_others(
                 alone = expected[max(0, end - chunk.shape[1] - pad) : end - pad]
                 torch.testing.assert_close(found[begin:], alone, rtol=0, atol=1e-12)
     elements = 2 * args.n_kv_heads * args.head_dim if args.mla is None else 64 + 32
-    buffers = {it.data_ptr(): it for it in (cache.backends[0].keys, cache.backends[0].values) if it is not None}
+    buffers = {
+        it.data_ptr(): it for it in (cache.backends[0].keys, cache.backends[0].values) if it is not None
+    }
     assert sum(it[0, :, 0].numel() for it in buffers.values()) == elements
 
 
