@@ -116,6 +116,10 @@ WORDS: dict[str, Settings] = {
     "gated": {"model.name": "gated", "model.flavor": "debugmodel"},
     # Experts after a dense block, with biases, from a module of the tests; ep divides the ranks of a line.
     "moe": {"model.name": "experts", "model.flavor": "debugmodel"},
+    # Latent attention, and experts of which one is shared, in groups.
+    "mla": {"model.name": "deepseek_v3", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
+    # Queries that are not made from a latent vector, and scores that are a softmax.
+    "mla2": {"model.name": "deepseek_v2", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
     "aux-seq": {"moe.aux_loss_coeff": 0.1, "moe.aux_loss_scope": "sequence"},
@@ -244,6 +248,8 @@ CURVES = (
     "mistral",
     "gated",
     "moe",
+    "mla",
+    "mla2",
     "aux",
     "aux-seq",
     "balanced",
@@ -366,6 +372,9 @@ FAST = [
     "pp2 1F1B moe aux tied",
     "replicate2 shard2 ep2 moe aux",
     "pp2 shard2 Interleaved1F1B ep2 moe aux",
+    # Latent attention.
+    "tp2 mla aux AC-full",
+    "shard2 ep2 mla aux balanced",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
@@ -419,6 +428,29 @@ MORE = [
     "shard8 ep8 moe aux",
     "shard8 ep4 moe aux-seq AC-full",
     "shard2 cp2 tp2 ep8 moe aux",
+    # Latent attention.
+    "shard2 mla aux AC-op accumulate3",
+    "replicate2 shard2 HYBRID_SHARD mla2 aux",
+    "tp2 mla2 aux-seq tied",
+    "tp2 mla keep-gathered accumulate3",
+    "tp2 mla2 compiled",
+    "shard2 mla compiled AC-full",
+    "tp2 mla lora",
+    "shard2 ep2 mla lora",
+    "shard2 by-class mla AC-2",
+    "cp2 mla aux",
+    "cp2 ring mla2",
+    "cp2 tp2 mla aux tied",
+    "shard2 cp2 tp2 mla2 AC-op",
+    "tp2 ep2 mla aux",
+    "cp2 tp2 ep4 mla2 aux-seq",
+    "pp2 1F1B mla aux",
+    "pp2 ZBVZeroBubble never mla",
+    "pp2 tp2 Interleaved1F1B mla2 aux tied",
+    "pp2 shard2 tp2 1F1B ep4 mla aux",
+    "shard2 tp2 mla muon",
+    "shard2 tp2 mla float32",
+    "shard2 mla2 bfloat16",
     # Other families.
     "shard2 cp2 tp2 qwen3 AC-full",
     "shard2 cp2 tp2 gated tied AC-op accumulate3",
@@ -742,6 +774,7 @@ FINETUNED_MORE = [
         "shard2 by-class never",
     )
 ] + [
+    "tp2 qlora mla2",
     *(f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")),
     *(f"{mesh} qwen2" for mesh in ("shard2 lora", "pp2 1F1B dora", "tp2 qdora", "tp2 llama-adapter")),
     *(f"{mesh} biases-only qwen2" for mesh in ("tp2", "shard2 cp2 AC-full", "pp2 1F1B")),

@@ -56,8 +56,8 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
         (name, kind)
         for name, family in FAMILIES.items()
         for kind in ("lora", "dora", "prefix")
-        if kind != "prefix" or not family.options.get("sliding_window")
-        if kind == "prefix" or not family.options.get("mlp_only_layers")
+        if kind != "prefix" or not {"sliding_window", "kv_lora_rank"} & family.options.keys()
+        if kind == "prefix" or not {"mlp_only_layers", "first_k_dense_replace"} & family.options.keys()
     ],
 )
 def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp_path: Path) -> None:
@@ -87,7 +87,10 @@ def test_peft_has_no_format_for_what_it_would_apply_to_experts() -> None:
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_peft_writes_for_other_families_is_read_and_merged(name: str, kind: str, tmp_path: Path) -> None:
-    found = peft.get_peft_model(save_transformers(tmp_path / "base", name), their_config(kind)).eval()
+    config = their_config(kind)
+    if "kv_lora_rank" in FAMILIES[name].options:
+        config.target_modules = {"q_a_proj", "q_b_proj", "q_proj", "kv_b_proj", "o_proj"}
+    found = peft.get_peft_model(save_transformers(tmp_path / "base", name), config).eval()
     _train_and_save(found, tmp_path / "peft")
     base = SafetensorsFolder(tmp_path / "base")
     adapter = open_adapter_on(tmp_path / "peft", base)

@@ -81,7 +81,11 @@ WINDOWED = small("mistral0.1", n_layers=2)
 """With a window that is shorter than all rows here."""
 
 
-@pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
+LATENT = small("deepseek_v3", n_layers=2, n_heads=4, n_kv_heads=4, head_dim=None)
+"""Of which the cache has latent vectors."""
+
+
+@pytest.mark.parametrize("args", [ARGS, WINDOWED, LATENT], ids=["all", "window", "latent"])
 @pytest.mark.parametrize(("attention", "products"), [("sdpa", False), ("blockwise", False), ("sdpa", True)])
 def test_a_chunk_after_others(
     args: ModelArgs, attention: str, products: bool, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +110,11 @@ def test_a_chunk_after_others(
                 begin = max(0, pad - (end - chunk.shape[1]))
                 alone = expected[max(0, end - chunk.shape[1] - pad) : end - pad]
                 torch.testing.assert_close(found[begin:], alone, rtol=0, atol=1e-12)
+    elements = 2 * args.n_kv_heads * args.head_dim if args.mla is None else 64 + 32
+    buffers = {
+        it.data_ptr(): it for it in (cache.backends[0].keys, cache.backends[0].values) if it is not None
+    }
+    assert sum(it[0, :, 0].numel() for it in buffers.values()) == elements
 
 
 @pytest.mark.parametrize("products", [False, True])

@@ -39,6 +39,16 @@ def test_only_the_chosen_experts_count():
     assert fine_tuning_flops(args, Finetune(), seq_len=4096) == flops_per_token(args, seq_len=4096)
 
 
+def test_latent_attention_has_two_head_dims():
+    """DeepSeek-V3: 128 heads of 192 for queries and keys and of 128 for values; its chosen parameters are all
+    but those of the experts that are not chosen, 58 layers of 248 of 3 x 7168 x 2048."""
+    args, total, embedding = resolve("deepseek_v3", "671B"), 671_026_404_352, 129280 * 7168
+    parameters = total - 58 * 248 * 3 * 7168 * 2048 - embedding
+    attention = 6 * 61 * 128 * (192 + 128) * 4096
+    assert flops_per_token(args, seq_len=4096) == 6 * parameters + attention
+    assert fine_tuning_flops(args, Finetune(), seq_len=4096) == flops_per_token(args, seq_len=4096)
+
+
 def test_a_window_stands_in_for_a_longer_sequence():
     """A token sees at most it; the causal count is that of what is seen, token by token."""
     args, length, window = resolve("mistral0.1", "7B"), 16384, 4096
@@ -59,6 +69,7 @@ def test_a_window_stands_in_for_a_longer_sequence():
 # in backward are small: 3%, where one of the parts that are counted is 10% or more.
 SMALL = small(dim=256, ffn_dim=512, vocab_size=512)
 MOE = small("qwen3_moe", dim=256, ffn_dim=None, vocab_size=512)
+LATENT = small("deepseek_v3", dim=256, ffn_dim=512, vocab_size=512, head_dim=None, n_heads=4, n_kv_heads=4)
 SEQ_LEN = 64
 KINDS: dict[str, dict] = {
     "all": {},
@@ -107,11 +118,15 @@ def test_what_is_frozen_has_fewer(name):
     assert compared * SEQ_LEN - found == pytest.approx(forward)
 
 
+@pytest.mark.parametrize("args", [MOE, LATENT], ids=["grouped", "latent"])
 @pytest.mark.parametrize("name", ["all", "not the head", "lora"])
-def test_experts_have_the_flops_that_torch_counts(name):
-    options = Finetune.model_validate(KINDS[name])
-    found = fine_tuning_flops(MOE, options, seq_len=SEQ_LEN) * SEQ_LEN
-    assert found == pytest.approx(counted(options, MOE), rel=0.03)
+def test_experts_have_the_flops_that_torch_counts(name, args):
+    table = KINDS[name]
+    if args.mla and "lora" in table:
+        table = table | {"lora": {"rank": 1, "target_modules": ["wq_b", "wkv_b"]}}
+    options = Finetune.model_validate(table)
+    found = fine_tuning_flops(args, options, seq_len=SEQ_LEN) * SEQ_LEN
+    assert found == pytest.approx(counted(options, args), rel=0.03)
 
 
 def test_all_is_as_much_as_of_a_run_that_freezes_nothing():

@@ -32,6 +32,16 @@ class Family:
     active: Mapping[str, int] = field(default_factory=dict)
 
 
+_MLA: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": None,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16, "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 FAMILIES = {
     # A window that is shorter than all texts but those of a few tokens.
     "mistral0.1": Family("Mistral", {"7B": 7_241_732_096}, options={"sliding_window": 13}),
@@ -79,6 +89,28 @@ FAMILIES = {
         options={"num_local_experts": 8},
         active={"8x7B": 12_879_925_248, "8x22B": 39_152_031_744},
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3", {"671B": 671_026_404_352},
+        options=_MLA | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2},
+        active={"671B": 37_552_282_624},
+    ),
+    # The norms of latent vectors have an epsilon of their own.
+    "moonlight": Family(
+        "DeepseekV3", {"16B-A3B": 15_960_108_544}, options=_MLA | {"rms_norm_eps": 1e-2},
+        active={"16B-A3B": 2_914_774_528},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2", {"16B": 15_706_484_224, "236B": 235_741_434_880}, options=_MLA,
+        active={"16B": 2_661_150_208, "236B": 21_375_800_320},
+    ),
+    # The form of the largest DeepSeek-V2: groups, scaled weights and latent queries.
+    "deepseek_v2-grouped": Family(
+        "DeepseekV2", {},
+        options=_MLA | {
+            "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0, "rope_parameters": _YARN,
+        },
+    ),
 }  # fmt: skip
 """By ``model.name``."""
 RELEASES = {"mistral0.2": {"7B": 7_241_732_096}, "mistral0.3": {"7B": 7_248_023_552}}
@@ -94,16 +126,18 @@ def save_transformers(
     family = FAMILIES[name]
     torch.manual_seed(1)
     config = getattr(transformers, f"{family.theirs}Config")(
-        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, num_labels=3,
-        attn_implementation="eager", rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **family.options,
+        **dict(
+            vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+            tie_word_embeddings=tied, num_labels=3, attn_implementation="eager",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ) | family.options,
     )  # fmt: skip
     if kind != "CausalLM":  # which finds the end of a text by it
         config.pad_token_id = 0
     model = getattr(transformers, f"{family.theirs}For{kind}")(config)
-    for parameter_name, parameter in model.named_parameters():  # transformers' own are too small to tell much
-        torch.nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.15)
+    for name, tensor in model.state_dict().items():  # transformers' own are too small to tell much
+        torch.nn.init.normal_(tensor, mean=float("norm" in name), std=0.15)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -120,6 +154,6 @@ def read(folder: Path) -> Decoder:
     source = SafetensorsFolder(folder)
     model = Decoder(source.args)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name))
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(source.read(name))
     return model

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_world
 from tests.models.families import FAMILIES, RELEASES, published, read, save_transformers
@@ -37,6 +38,7 @@ from toolkit.weights.safetensors import SafetensorsFolder
 
 TRL = importlib.util.find_spec("trl")
 every_family = pytest.mark.parametrize("name", FAMILIES)
+every_model_name = pytest.mark.parametrize("name", [name for name in FAMILIES if name in presets()])
 PARAMETERS = {name: family.parameters for name, family in FAMILIES.items()} | RELEASES
 SIZES = [(name, flavor) for name, sizes in PARAMETERS.items() for flavor in sizes]
 
@@ -52,9 +54,11 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_hf_config(tmp_path) == args
     with torch.device("meta"):
-        ours = {name: it.shape for name, it in Decoder(args).named_parameters()}
+        ours = {name: it.shape for name, it in Decoder(args).state_dict().items()}
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    named = published(theirs, dict(theirs.named_parameters()))
+    stored = dict(theirs.named_parameters())
+    stored |= {key: it for key, it in theirs.named_buffers() if key in theirs.state_dict()}
+    named = published(theirs, stored)
     assert ours == rows.shapes and rows.hf_shapes == {name: tuple(it.shape) for name, it in named.items()}
     found = sum(it.numel() for it in theirs.parameters())
     assert parameter_count(args) == found == PARAMETERS[name][flavor]
@@ -65,7 +69,7 @@ def test_sizes_are_those_that_were_published(name: str, flavor: str, tmp_path: P
 )
 def test_active_parameters_are_those_of_the_chosen_experts(name: str, flavor: str) -> None:
     rows = table(presets()[name][flavor]).values()
-    assert sum(row.active_size for row in rows) == FAMILIES[name].active[flavor]
+    assert sum(row.active_size for row in rows if not row.buffer) == FAMILIES[name].active[flavor]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -156,9 +160,11 @@ def _through_a_mesh(folder: str) -> None:
     """Have each family's files read into a model split by tp and FSDP, saved by it, and written again."""
     for name in FAMILIES:
         source = SafetensorsFolder(Path(folder, name, "hf"))
-        named = dict(empty_model(source.args, {"tensor_parallel_degree": 2}).named_parameters())
+        model = empty_model(source.args, {"tensor_parallel_degree": 2})
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         load_weights(source, named)
-        assert all(torch.equal(it.full_tensor(), source.read(key)) for key, it in named.items()), name
+        whole = {key: it.full_tensor() if isinstance(it, DTensor) else it for key, it in named.items()}
+        assert all(torch.equal(it, source.read(key)) for key, it in whole.items()), name
         tensors = {f"model.{key}": parameter for key, parameter in named.items()}
         step = CheckpointManager(Path(folder, name)).save(1, tensors, {"model": asdict(source.args)})
         back = Path(folder, name, "back")
@@ -202,18 +208,21 @@ def _config_without(folder: Path, name: str, *keys: str, **fields: Any) -> Path:
     return folder
 
 
-@every_family
+@every_model_name
 def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     optional = ("head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings")
     absent = (*optional, "num_key_value_heads", "use_sliding_window")  # which leaves the window unused
-    window = {} if name == "mixtral" else {"sliding_window": 4096}  # Mixtral has no such switch
+    without = name == "mixtral" or "kv_lora_rank" in FAMILIES[name].options  # these have no such switch
+    window = {} if without else {"sliding_window": 4096}
     folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, **window)
     args, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder)
     even = theirs.hidden_size // theirs.num_attention_heads
-    assert args.head_dim == (getattr(theirs, "head_dim", None) or even)
-    assert (args.n_kv_heads, args.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert args.rope_dim == (getattr(theirs, "head_dim", None) or even)
+    assert args.norm_eps == theirs.rms_norm_eps
+    # transformers' default for latent attention is 128, of which nothing depends.
+    assert args.n_kv_heads == (args.n_heads if args.mla else theirs.num_key_value_heads)
     assert args.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (args.max_seq_len, args.tie_embeddings) == (
         theirs.max_position_embeddings,
@@ -255,7 +264,7 @@ def test_the_window_of_a_mistral_is_what_it_is_for_transformers(
         ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
     ],
 )
-@every_family
+@every_model_name
 def test_what_would_compute_something_else_is_refused(
     name: str, fields: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
@@ -278,7 +287,7 @@ def test_a_registered_family_may_have_another_name_than_its_files(
     assert read_hf_config(tmp_path) == args
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("mistral")])
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if "mistral" not in name and PARAMETERS[name]])
 def test_a_window_is_refused_of_families_without_one(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sliding_window = 64: must be absent"):
         read_hf_config(_config_without(tmp_path, name, use_sliding_window=True, sliding_window=64))

@@ -19,6 +19,7 @@ from toolkit.errors import ConfigError
 from toolkit.metrics.flops import flops_per_token, peak_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import model_args
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import SCHEDULES, bubble
 from toolkit.planner.costs import costs
@@ -71,13 +72,18 @@ def test_products_are_the_flops_of_the_metrics(tmp_path: Path, ranks: tuple[int,
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_matmuls_of_experts_are_the_flops_of_the_chosen_ones(tmp_path: Path, tp: int) -> None:
-    model = {"name": "qwen3_moe", "flavor": "debugmodel", "dim": 256, "ffn_dim": None}
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_matmuls_of_experts_are_the_flops_of_the_chosen_ones(tmp_path: Path, name: str, tp: int) -> None:
+    heads = {"n_kv_heads": 4} if name == "deepseek_v2" else {}
+    model = {"name": name, "flavor": "debugmodel", "dim": 256, "ffn_dim": None, "n_heads": 4, **heads}
     config, args = planned(tmp_path, model=model, training={"seq_len": 64, "loss_chunk_tokens": 0})
     pieces = found(config, args, tp, checkpointed=False)
     blocks = products(pieces.first) + (args.n_layers - 1) * products(pieces.block)
-    square = 12 * args.n_layers * args.n_heads * args.head_dim * 64
+    square = 6 * args.n_layers * args.n_heads * (args.head_dim + args.v_head_dim) * 64
     expected = 2 * 64 * (flops_per_token(args, seq_len=64) - square)
+    # Every rank of tp makes the latent vectors.
+    latent = [row.size for row in table(args).values() if row.linear and row.tensor_parallel == "whole"]
+    expected += (tp - 1) * 6 * sum(latent) * 2 * 64
     # Norms are counted there, and the sum of a token's outputs is a matmul here.
     assert (blocks + products(pieces.head)) * tp == pytest.approx(expected, rel=0.02)
 

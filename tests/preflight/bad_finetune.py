@@ -62,6 +62,10 @@ CASES: list[Bad] = [
     bad("freezing_acts", f"finetune.frozen=layers.0.* {PREFIX}", "has no effect with", "remove it"),
     bad("patterns_match", "finetune.trainable=layer.*", '"layer.*" matches no parameter', "layers.0."),
     bad("patterns_match", "finetune.frozen=*", "leaves no parameter to train"),
+    *(
+        bad("adapter_fits_attention", f"{adapter} model.name=deepseek_v2", "one vector", 'set it to "lora"')
+        for adapter in ("finetune.adapter=prefix_tuning", "finetune.adapter=llama_adapter")
+    ),
     bad(
         "prefix_has_a_backend",
         f"model.attention=flash data.document_mask=false {PREFIX}",

@@ -220,7 +220,7 @@ def _to_our_names(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tup
 
 
 def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
-    attention = table(args).to_hf(f"layers.{layer}.attention.wq.weight").removesuffix(".q_proj.weight")
+    attention = table(args).to_hf(f"layers.{layer}.attention.wo.weight").removesuffix(".o_proj.weight")
     return f"{attention}.{part}"
 
 

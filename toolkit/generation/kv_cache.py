@@ -4,6 +4,9 @@ Inside :meth:`KVCache.attached`, a forward of the model processes the *next* tok
 and values are appended to the cache, and their queries attend to the whole cache. Rows are aligned at their
 end, so that all continue in the same column; shorter rows begin with padding, which is masked.
 
+Latent attention caches one latent vector and one rotated key per token, from which all heads' keys and values
+are made.
+
 With a sliding window, a token reads only the columns in its window, but all columns are stored.
 
 Full buffers grow by half. For a compiled forward of one token, buffers are fixed: shapes and addresses do not
@@ -108,9 +111,12 @@ class KVCache:
         """Route the attention of ``model`` through this cache."""
         attentions = [_block(block).attention for block in model.layers.values()]
         plain, model.attention = model.attention, self.backends[0]
-        self.plain = plain
+        latent = model.args.mla is not None
+        # Other kernels on GPUs do not support heads as large as latent vectors.
+        self.plain = SDPA() if latent and self.padding.is_cuda else plain
         try:
             for attention, backend in zip(attentions, self.backends, strict=True):
+                backend.takes_latents = latent
                 attention.backend = backend
             yield
         finally:
@@ -142,13 +148,17 @@ class KVCache:
 class _CachedAttention(AttentionBackend):
     """Attention backend of one block: appends new keys and values to its buffers and attends to all of them.
 
-    The learned tokens of a prefix are stored before the first column and are visible to every query."""
+    The learned tokens of a prefix are stored before the first column and are visible to every query. Keys
+    that are passed as values too are stored once. ``up`` are projections of latent attention, computed with
+    its first tokens.
+    """
 
     def __init__(self, cache: KVCache, rows: int, capacity: int):
         self.cache = cache
         self.rows, self.capacity = rows, capacity
         self.keys: Tensor | None = None  # (B, K, T, E), allocated with the first keys
         self.values: Tensor | None = None
+        self.up: tuple[Tensor, Tensor] | None = None
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -172,12 +182,14 @@ class _CachedAttention(AttentionBackend):
             assert self.keys is not None and self.values is not None, "a prompt comes first"
             column, last = mask.column + first, first + mask.end
             self.keys.index_copy_(2, column, k_BSKE.transpose(1, 2))
-            self.values.index_copy_(2, column, v_BSKE.transpose(1, 2))
+            if v_BSKE is not k_BSKE:
+                self.values.index_copy_(2, column, v_BSKE.transpose(1, 2))
             return _attend_one(q_BSHE, self.keys[:, :, :last], self.values[:, :, :last], seen)
         start, end = first + mask.start, first + mask.end
-        k_BKTE, v_BKTE = self._reserve(end, first, k_BSKE)
+        k_BKTE, v_BKTE = self._reserve(end, first, k_BSKE, once=v_BSKE is k_BSKE)
         k_BKTE[:, :, start:end] = k_BSKE.transpose(1, 2)
-        v_BKTE[:, :, start:end] = v_BSKE.transpose(1, 2)
+        if v_BSKE is not k_BSKE:
+            v_BKTE[:, :, start:end] = v_BSKE.transpose(1, 2)
         if mask.start == 0 and prefix is not None:
             for buffer, x_PKE in zip((k_BKTE, v_BKTE), prefix, strict=True):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
@@ -196,22 +208,25 @@ class _CachedAttention(AttentionBackend):
         learned = () if prefix is None else (prefix,)
         return mask.backend(q_BSHE, k_BSKE, v_BSKE, seen, *learned)
 
-    def _reserve(self, end: int, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffers with at least ``end`` columns, ``first`` of them for the prefix."""
+    def _reserve(self, end: int, first: int, like: Tensor, *, once: bool) -> tuple[Tensor, Tensor]:
+        """Return the buffers with at least ``end`` columns, ``first`` of them for the prefix; the same buffer
+        for keys and values if ``once``."""
         if self.keys is None or self.values is None:
             columns = max(first + self.capacity, end)
             if not self.cache.fixed:  # in fixed buffers, the mask covers all columns
                 columns = token_attention.rounded(columns)
             shape = (self.rows, like.shape[2], columns, like.shape[3])
             # Zeros, because even masked values must be finite.
-            self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+            self.keys = like.new_zeros(shape)
+            self.values = self.keys if once else like.new_zeros(shape)
             if self.cache.fixed:
                 for buffer in (self.keys, self.values):
                     compat.mark_static_address(buffer)
         elif end > self.keys.shape[2]:
             assert not self.cache.fixed, "fixed buffers have capacity for all tokens"
             more = max(end, self.keys.shape[2] * 3 // 2) - self.keys.shape[2]
-            self.keys, self.values = (F.pad(x, (0, 0, 0, more)) for x in (self.keys, self.values))
+            self.keys, values = F.pad(self.keys, (0, 0, 0, more)), self.values
+            self.values = self.keys if once else F.pad(values, (0, 0, 0, more))
         return self.keys, self.values
 
 

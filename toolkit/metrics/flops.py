@@ -1,9 +1,9 @@
 """Model FLOPs per token and peak FLOP/s of devices, from which ``speed.py`` computes MFU. Imports no torch.
 
 As in PaLM and torchtitan: 6 per parameter outside the embedding table that computes the token (of experts,
-the chosen ones), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not. A
-sliding window shorter than the sequence replaces the sequence length. Recomputation for activation
-checkpointing does not count.
+the chosen ones), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not. The
+head dim is the mean of the keys' and the values'. A sliding window shorter than the sequence replaces the
+sequence length. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> f
     """
     parameters = table(args).active_in_blocks + args.dim + head_parameters(args)
     seen = min(seq_len, args.sliding_window or seq_len)
-    square = 12 * args.n_layers * args.n_heads * args.head_dim * seen
+    square = 6 * args.n_layers * args.n_heads * (args.head_dim + args.v_head_dim) * seen
     return float(6 * parameters + (square - square * seen // (2 * seq_len) if causal else square))
 
 

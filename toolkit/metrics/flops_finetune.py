@@ -21,7 +21,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     modules = {name.rpartition(".")[0] for name in trained}
     head = head_parameters(args)
     seen = min(seq_len, args.sliding_window or seq_len)
-    square = 4 * args.n_heads * args.head_dim * seen
+    square = 2 * args.n_heads * (args.head_dim + args.v_head_dim) * seen
     square -= square * seen // (2 * seq_len) if causal else 0
     forward = rows.active_in_blocks * 2 + args.n_layers * square + 2 * (args.dim + head)
 

@@ -49,7 +49,7 @@ def costs(
     case = probe.model_dump_json(
         include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
     )
-    two = replace(args, n_layers=2)
+    two = few_blocks(args, 2)
     key = f"{param_dtype} {two} {case}"
     if key not in _CACHE:
         check_uniform_blocks(args, config.finetune)
@@ -57,9 +57,16 @@ def costs(
     return _CACHE[key]
 
 
+def few_blocks(args: ModelArgs, n_layers: int, *, dense: int = 1) -> ModelArgs:
+    """Return the model with ``n_layers`` blocks that represent all: if it has experts, so have its blocks
+    after the first ``dense`` ones. Later dense blocks count as ones with experts."""
+    moe = args.moe and replace(args.moe, first_dense=min(args.moe.first_dense, dense))
+    return replace(args, n_layers=n_layers, moe=moe)
+
+
 def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
-    """Check that the same parameters are trained in every block, so that two blocks represent all.
-    LLaMA-Adapter is exempt because it is small.
+    """Check that the same parameters are trained in every block with experts, and in every block without, so
+    that two blocks represent all. LLaMA-Adapter is exempt because it is small.
 
     Raises:
         ConfigError: they differ; the message names the key.
@@ -69,7 +76,11 @@ def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
         if name.startswith("layers.") and IN_ATTENTION not in name:
             _, layer, part = name.split(".", 2)
             kinds[layer].add(part)
-    if all(trained == kinds["0"] for trained in kinds.values()):
+    with_experts = {layer for layer in kinds if args.moe and args.moe.has_experts(int(layer))}
+    for alike in (with_experts, kinds.keys() - with_experts):
+        if len({frozenset(kinds[layer]) for layer in alike}) > 1:
+            break
+    else:
         return
     set_by = ("freeze_first_layers", "freeze_last_layers", "trainable", "frozen")
     key = next((it for it in set_by if getattr(options, it)), "lora.target_modules")

@@ -17,7 +17,7 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
-from toolkit.planner.costs import checkpointed_blocks, costs
+from toolkit.planner.costs import checkpointed_blocks, costs, few_blocks
 from toolkit.planner.pipeline import orders
 from toolkit.planner.work import BYTES, Costs, ModuleCost
 
@@ -64,7 +64,7 @@ def state_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> St
     one_rank = ParallelDims(1, 1, 1, 1, 1)
     measured = []
     for layers in (1, 2):
-        state = rank_state(alone, replace(args, n_layers=layers), one_rank, 0, param_dtype=param_dtype)
+        state = rank_state(alone, few_blocks(args, layers, dense=0), one_rank, 0, param_dtype=param_dtype)
         elements = sum(math.prod(part.whole) for part in state.parts)
         measured.append((elements, (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes)))
     (one, sizes_1), (two, sizes_2) = measured
@@ -238,7 +238,7 @@ def fake_peak(
     from toolkit.planner.fake_step import step_memory
 
     few, layers = _shallow(config, args.n_layers)
-    less = replace(args, n_layers=layers)
+    less = few_blocks(args, layers)
     rank = memory.rank * (layout.world_size // layout.pp)
     step = step_memory(few, less, layout, rank, param_dtype=param_dtype, target="cuda")
     rest = memory.bytes - estimate(few, less, layout, stored, param_dtype, rank=memory.rank).bytes

@@ -26,6 +26,7 @@ from toolkit.io.json_fields import Fields, check_heads, is_count, is_size
 from toolkit.models.common.args import (
     Classifier,
     LinearScaling,
+    MLAArgs,
     ModelArgs,
     MoEArgs,
     RopeScaling,
@@ -99,6 +100,7 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         family=family if isinstance(family, str) else "",
         classifier=_classifier(given),
         moe=_moe(given),
+        mla=_mla(given),
     )
     _reject_unknown(given, ModelArgs)
     check_heads(
@@ -111,7 +113,16 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     return args
 
 
-def _reject_unknown(given: Fields, kind: type[ModelArgs] | type[MoEArgs]) -> None:
+def _mla(given: Fields) -> MLAArgs | None:
+    if (inner := given.inner("mla")) is None:
+        return None
+    _reject_unknown(inner, MLAArgs)
+    names = [field.name for field in fields(MLAArgs) if field.name != "q_lora_rank"]
+    rank = inner.count("q_lora_rank") if inner.values.get("q_lora_rank") else 0
+    return MLAArgs(q_lora_rank=rank, **{name: inner.count(name) for name in names})
+
+
+def _reject_unknown(given: Fields, kind: type[ModelArgs] | type[MoEArgs] | type[MLAArgs]) -> None:
     for name in given.values.keys() - {field.name for field in fields(kind)}:
         given.reject(name, "is not a model field of this toolkit")
 
@@ -129,6 +140,7 @@ def _scaling(given: Fields) -> Scaling:
             given.positive("beta_slow"),
             given.positive("attention_factor", 0.0) or None,
             given.flag("truncate", YarnScaling.truncate),
+            given.positive("mscale_all_dim", 0.0) if given.values.get("mscale_all_dim") else 0.0,
         )
     return RopeScaling(
         factor,

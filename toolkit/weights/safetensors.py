@@ -15,16 +15,21 @@ from toolkit.models.common.parameter_table import HEAD
 from toolkit.models.common.spec import CONFIG
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import table
-from toolkit.weights.safetensors_header import model_entries
+from toolkit.weights.block_fp8 import DEQUANTIZED, read_block_fp8
+from toolkit.weights.safetensors_header import FP8, Entry, model_entries
 from toolkit.weights.source import Region, StoredTensor, TiedHead, reject_mismatches
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    FP8: torch.float8_e4m3fn,
+}  # fmt: skip
 
 
 class SafetensorsFolder:
     """A :class:`toolkit.weights.source.WeightSource`. ``note`` reports stored tensors that are ignored.
 
-    Experts are stacked while being read, each from its own matrix in the files.
+    Experts are stacked while being read, each from its own matrix in the files, and matrices in fp8 are
+    dequantized to bf16.
 
     Raises:
         DataError: the folder is missing, of an unknown model, or damaged; or experts that belong to one
@@ -35,35 +40,46 @@ class SafetensorsFolder:
         self.place = place
         self.args = read_hf_config(place)
         self._places: dict[str, dict[int, TensorPlace]] = {}
+        self._scales: dict[str, dict[int, TensorPlace]] = {}
         entries, self.note = model_entries(place, self.args)
         for hf_name, entry in entries.items():
             found = table(self.args).from_hf(hf_name)
             assert found is not None
             name, expert = found
             matrices = self._places.setdefault(name, {})
-            matrices[expert] = TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])
+            matrices[expert] = _place(entry)
+            if entry.scales is not None:
+                self._scales.setdefault(name, {})[expert] = _place(entry.scales)
         self._check_experts()
         self._stored = {name: self._stack(name, matrices[0]) for name, matrices in self._places.items()}
         self._tied_head = TiedHead(self, self._stored, key="tie_word_embeddings", config=CONFIG)
         self.tensors: Mapping[str, StoredTensor] = self._tied_head.tensors
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        matrices, stored, row = self._places[name], self._stored[name], table(self.args).get(name)
+        stored, row = self._stored[name], table(self.args).get(name)
         region = whole(stored.shape) if region is None else region
         out = new_output(stored.shape, stored.dtype, region, out)
         if row is not None and row.experts:
             experts, *inside = region
             for expert, matrix in zip(range(experts.start, experts.stop), out, strict=True):
-                read_region(matrices[expert], inside, matrix)
+                self._read(name, expert, inside, matrix)
         else:
-            read_region(matrices[0], region, out, paired_rows=row.rotary if row else 0)
+            self._read(name, 0, region, out, paired_rows=row.rotary if row else 0)
         self._tied_head.check(name, region, out, partial(self.read, HEAD))
         return out
+
+    def _read(self, name: str, expert: int, region: Region, out: Tensor, paired_rows: int = 0) -> None:
+        place = self._places[name][expert]
+        if name in self._scales:
+            read_block_fp8(place, self._scales[name][expert], region, out)
+        else:
+            read_region(place, region, out, paired_rows=paired_rows)
 
     def _stack(self, name: str, first: TensorPlace) -> StoredTensor:
         row = table(self.args).get(name)
         experts = (row.experts,) if row and row.experts else ()
-        return StoredTensor((*experts, *first.shape), first.dtype)
+        dtype = DEQUANTIZED if name in self._scales else first.dtype
+        return StoredTensor((*experts, *first.shape), dtype)
 
     def _check_experts(self) -> None:
         """Reject experts that cannot be stacked. Readers report a tensor of which no expert is stored."""
@@ -82,3 +98,7 @@ class SafetensorsFolder:
                     dtypes.append(f"{hf_name} {matrix.dtype} instead of {dtype}".replace("torch.", ""))
         problems = {"missing": missing, "of another shape": shapes, "of another dtype": dtypes}
         reject_mismatches(self.place, problems)
+
+
+def _place(entry: Entry) -> TensorPlace:
+    return TensorPlace(entry.file, entry.begin, entry.shape, _DTYPES[entry.dtype])

@@ -12,7 +12,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,18 @@ from toolkit.config.local_paths import open_regular
 from toolkit.errors import DataError, first_few, quote
 from toolkit.io.json_fields import is_size, parse_json, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import EMBEDDING, HEAD
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterTable
 from toolkit.models.parameters import table
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Element sizes of supported dtypes, by safetensors' names."""
+FP8, FP8_BLOCK = "F8_E4M3", 128
+"""The dtype of quantized matrices that are read, and the number of rows and columns that share a scale."""
+_SCALE = "_scale_inv"
 _BUFFER_BYTES = dict(BOOL=1, U8=1, I8=1, I16=2, U16=2, I32=4, U32=4, I64=8, U64=8, C64=8)
+_ALL_BYTES = ITEM_BYTES | _BUFFER_BYTES | {FP8: 1}
 
 ONE_SAVE = "\n  fix:  keep one: move the other away, or link the files of one into another folder"
 
@@ -38,17 +42,20 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file, at bytes ``begin`` … ``end`` − 1."""
+    """A tensor in a file, at bytes ``begin`` … ``end`` − 1. ``scales`` are those of a matrix in fp8, one per
+    block."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    scales: Entry | None = None
 
 
 def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]:
-    """Return the weights in a model's folder by their names in the files, and a note about ignored buffers.
+    """Return the weights in a model's folder by their names in the files, and a note about what is ignored:
+    buffers, and a layer of multi-token prediction after the last block.
 
     Names and shapes are not compared with ``args``. A tied embedding is always included; the head only if
     both are stored.
@@ -58,8 +65,10 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
             with the index; or the model is quantized.
     """
     rows, found = table(args), folder_entries(folder)
-    buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in ITEM_BYTES}
-    note = ignored_note(folder, buffers, found, rows.hf_shapes)
+    found, notes = _without_predictor(folder, found, f"model.layers.{args.n_layers}.")
+    found = _with_scales(folder, found, rows)
+    buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in (*ITEM_BYTES, FP8)}
+    notes.append(ignored_note(folder, buffers, found, rows.hf_shapes))
     entries = {
         name: entry for name, entry in found.items() if name not in buffers and rows.from_hf(name) is not None
     }
@@ -67,7 +76,38 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
         head, embedding = rows.to_hf(HEAD), rows.to_hf(EMBEDDING)
         if head in entries and embedding not in entries:  # safetensors' save_model stores the pair like this
             entries[embedding] = entries.pop(head)
-    return entries, note
+    return entries, "\n".join(filter(None, notes))
+
+
+def _without_predictor(
+    folder: Path, found: Mapping[str, Entry], prefix: str
+) -> tuple[dict[str, Entry], list[str]]:
+    """Return the tensors outside the layer of multi-token prediction that ``prefix`` names, if it is one, and
+    a note about it."""
+    if f"{prefix}eh_proj.weight" not in found:
+        return dict(found), []
+    kept = {name: entry for name, entry in found.items() if not name.startswith(prefix)}
+    what = f"{prefix}*, {len(found) - len(kept):,} tensors"
+    return kept, [f"{folder} also stores {what}: ignored, multi-token prediction is not supported"]
+
+
+def _with_scales(folder: Path, found: dict[str, Entry], rows: ParameterTable) -> dict[str, Entry]:
+    """Return the tensors without the scales of matrices in fp8, which become part of their entries.
+
+    Raises:
+        DataError: a matrix in fp8 has no such scales, or its rows are stored in another order.
+    """
+    scaled = {}
+    for name, entry in found.items():
+        if entry.dtype != FP8:
+            continue
+        scales, row = found.get(name + _SCALE), rows.get((rows.from_hf(name) or ("", 0))[0])
+        blocks = tuple(-(-size // FP8_BLOCK) for size in entry.shape)
+        fits = scales is not None and scales.shape == blocks and scales.dtype in ITEM_BYTES
+        if not fits or len(blocks) != 2 or (row is not None and row.rotary):
+            raise _not_a_weight(folder, name, entry.dtype)
+        scaled[name] = replace(entry, scales=scales)
+    return {name: it for name, it in found.items() if name.removesuffix(_SCALE) not in scaled} | scaled
 
 
 def ignored_note(
@@ -186,7 +226,7 @@ def file_entries(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if isinstance(dtype, str) and dtype not in ITEM_BYTES | _BUFFER_BYTES:
+    if isinstance(dtype, str) and dtype not in _ALL_BYTES:
         raise _not_a_weight(path, name, dtype)
     if (
         not isinstance(dtype, str)
@@ -199,7 +239,7 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
     ):
         raise DataError(f"{path} has a damaged header: the entry of {name} is {quote(value, json.dumps)}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * (ITEM_BYTES | _BUFFER_BYTES)[dtype]:
+    if end - begin != math.prod(shape) * _ALL_BYTES[dtype]:
         what = f"{name} of shape {tuple(shape)} in {dtype} has {end - begin:,} bytes"
         raise DataError(f"{path} has an invalid header: {what}")
     return Entry(path, dtype, tuple(shape), data + begin, data + end)

@@ -34,6 +34,7 @@ class YarnScaling:
     Frequencies with at least ``beta_fast`` turns in the original context are kept, those with at most
     ``beta_slow`` are divided by ``factor``, and those in between are interpolated by index; ``truncate``
     rounds the bounds outwards. Rotations are multiplied by ``attention_factor``; None: 0.1 ln(factor) + 1.
+    Latent attention multiplies its scores by the square of 0.1 ``mscale_all_dim`` ln(factor) + 1.
     """
 
     factor: float
@@ -42,6 +43,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale_all_dim: float = 0.0
 
 
 Scaling = RopeScaling | LinearScaling | YarnScaling
@@ -99,6 +101,28 @@ class MoEArgs:
 
 
 @dataclass(frozen=True)
+class MLAArgs:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    Keys and values are made from a latent vector of ``kv_lora_rank`` elements, and queries from one of
+    ``q_lora_rank``; 0 makes queries from the hidden states. A head of queries and keys has
+    ``qk_nope_head_dim`` elements without and ``qk_rope_head_dim`` with rotary embeddings; the latter are the
+    same for the keys of all heads.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Number of elements of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """Hyperparameters of an architecture.
 
@@ -127,6 +151,17 @@ class ModelArgs:
     family: str = "llama"
     classifier: Classifier | None = None
     moe: MoEArgs | None = None
+    mla: MLAArgs | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Number of elements of a head that RoPE rotates."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Number of elements of a head of values."""
+        return self.mla.v_head_dim if self.mla else self.head_dim
 
 
 def vocab_from_tokenizer(flavor: str) -> bool:
@@ -138,7 +173,7 @@ INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Module classes inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Module classes of a decoder that can be FSDP units."""
-_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier", "moe"}
+_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier", "moe", "mla"}
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 
@@ -210,7 +245,16 @@ def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_d
     if asked.get("ffn_dim") and args.moe and all(map(args.moe.has_experts, range(args.n_layers))):
         rule = f"every block has experts, of width {args.moe.ffn_dim}, which no key changes"
         add(rule, {"ffn_dim": "remove model.ffn_dim"})
-    if args.n_heads % args.n_kv_heads:
+    if args.mla and args.head_dim != args.mla.head_dim:
+        fix = f"remove model.head_dim, which is {args.mla.head_dim}"
+        add("latent attention fixes head_dim", {"head_dim": fix})
+    if args.mla and args.n_heads != args.n_kv_heads:
+        rule = f"n_kv_heads ({args.n_kv_heads}) must be n_heads ({args.n_heads}) in latent attention"
+        add(
+            rule,
+            {"n_kv_heads": "remove model.n_kv_heads", "n_heads": f"set model.n_heads = {args.n_kv_heads}"},
+        )
+    elif args.n_heads % args.n_kv_heads:
         rule = f"n_heads ({args.n_heads}) must be a multiple of n_kv_heads ({args.n_kv_heads})"
         possible = divisors(args.n_heads)
         set_kv_heads = f"model.n_kv_heads = {_nearest(possible, args.n_kv_heads)}"

@@ -22,9 +22,11 @@ class AttentionBackend:
 
     With a ``window``, a query attends only to itself and the ``window`` - 1 tokens before it.
     ``takes_padding``: rows may begin with padding, as a separate document of any length, in any dtype.
+    ``takes_latents``: latent attention passes latent vectors as the keys and values of one head.
     """
 
     takes_padding = False
+    takes_latents = False
 
     def __init__(self, window: int | None = None):
         self.window = window

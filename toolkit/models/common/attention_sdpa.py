@@ -84,6 +84,7 @@ def prefix_mask(mask: Tensor | None, queries: int, keys: int, prefix: int, devic
 
 
 Kernels = Sequence[SDPBackend]
+_FLASH_HEAD_DIM = 256
 _GROUPED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 
 
@@ -137,7 +138,7 @@ def cuda_kernels(q_BHSE: Tensor, k_BKSE: Tensor, mask: Tensor | None) -> Kernels
     """
     fallback = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     dense = mask is not None and not isinstance(mask, CausalBias)
-    if dense or q_BHSE.dtype not in (torch.bfloat16, torch.float16):
+    if dense or q_BHSE.dtype not in (torch.bfloat16, torch.float16) or q_BHSE.shape[-1] > _FLASH_HEAD_DIM:
         return fallback
     length = q_BHSE.shape[2]
     whole = mask is None and length == k_BKSE.shape[2] and length % 128 == 0

@@ -14,10 +14,12 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, attention_backend
 from toolkit.models.common.block_output import BlockOutput, BlockSums
 from toolkit.models.common.classification_head import ClassificationHead
+from toolkit.models.common.grouped_attention import Attention
+from toolkit.models.common.latent_attention import LatentAttention
 from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.moe import MoE
 from toolkit.models.common.rms_norm import RMSNorm
-from toolkit.models.common.rope import rope_rotations, rotate
+from toolkit.models.common.rope import rope_rotations
 from toolkit.models.common.swiglu import swiglu
 
 
@@ -88,7 +90,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: ModelArgs, attention: AttentionBackend, layer: int = 0):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args, attention)
+        self.attention = (LatentAttention if args.mla else Attention)(args, attention)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None
@@ -107,39 +109,6 @@ class TransformerBlock(nn.Module):
             return BlockOutput(h_BSD + out_BSD, *sums)  # torch 2.11 does not compile _replace
         assert self.feed_forward is not None
         return h_BSD + self.feed_forward(x_BSD)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotary position embeddings."""
-
-    def __init__(self, args: ModelArgs, backend: AttentionBackend):
-        super().__init__()
-        self.backend = backend
-        self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        # Replaces the call of the backend; it is called with this module and the backend's arguments, and
-        # calls the backend itself.
-        self.adapter: nn.Module | None = None
-
-    def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
-        # The number of heads is inferred, because under tensor parallelism each rank has only some of them.
-        q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
-        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        return self.attend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
-
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
-        """Attend with rotated queries and keys, through the adapter if any. Returns (B, S, D)."""
-        heads = q_BSHE, k_BSKE, v_BSKE, mask
-        out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
-        return self.wo(out_BSHE.flatten(-2))
 
 
 class FeedForward(nn.Module):

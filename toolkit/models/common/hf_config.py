@@ -301,6 +301,7 @@ def _read_yarn(rope: Fields, original: int) -> YarnScaling:
         beta_slow=rope.positive("beta_slow", YarnScaling.beta_slow),
         attention_factor=chosen,
         truncate=rope.flag("truncate", YarnScaling.truncate),
+        mscale_all_dim=of_all,
     )
 
 
@@ -315,6 +316,7 @@ def _scaling_fields(scaling: Scaling) -> dict[str, Any]:
         fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "rope_type": "yarn"}
         fields |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
         fields |= {} if scaling.truncate else {"truncate": False}
+        fields |= {"mscale_all_dim": scaling.mscale_all_dim} if scaling.mscale_all_dim else {}
     else:
         fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
         fields["rope_type"] = "llama3"

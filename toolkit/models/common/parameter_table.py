@@ -106,9 +106,10 @@ def dense_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
 
 def expert_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
     """Return the rows of block ``layer`` of a model in which blocks may have experts."""
+    attention = latent_attention_rows(args, layer) if args.mla else attention_rows(args, layer)
     if args.moe and args.moe.has_experts(layer):
-        return [*attention_rows(args, layer), *moe_rows(args, layer)]
-    return dense_block(args, layer)
+        return [*attention, *moe_rows(args, layer)]
+    return [*attention, *feed_forward_rows(args, layer, args.ffn_dim)]
 
 
 def _inits(layer: int) -> tuple[Init, Init]:
@@ -146,6 +147,52 @@ def attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
             ParameterRow(f"attention.{part}_norm.weight", (args.head_dim,), ONES,
                 f"self_attn.{part}_norm.weight", rotary=args.head_dim, reads=(f"attention.w{part}",))
         )  # fmt: skip
+    rows.append(
+        ParameterRow(
+            "ffn_norm.weight", (dim,), ONES, "post_attention_layernorm.weight", reads=(INPUT, "attention.wo")
+        )
+    )
+    return rows
+
+
+def latent_attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
+    """Return the rows of a block's norms and latent attention. The projections to latent vectors are computed
+    on every rank of a tp group, and split by heads behind them."""
+    mla, dim = args.mla, args.dim
+    assert mla is not None
+    drawn, into_residual = _inits(layer)
+    queries = args.n_heads * args.head_dim
+    made = args.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    latent, rope = mla.kv_lora_rank, mla.qk_rope_head_dim
+
+    def linear(name: str, shape: tuple[int, int], hf: str, style: str, reads: str) -> ParameterRow:
+        return ParameterRow(
+            f"attention.{name}.weight", shape, drawn, f"self_attn.{hf}.weight", style, linear=True,
+            reads=(reads,),
+        )  # fmt: skip
+
+    def norm(name: str, size: int, hf: str, reads: str) -> ParameterRow:
+        return ParameterRow(
+            f"attention.{name}.weight", (size,), ONES, f"self_attn.{hf}.weight", reads=(reads,)
+        )
+
+    rows = [ParameterRow("attention_norm.weight", (dim,), ONES, "input_layernorm.weight", reads=(INPUT,))]
+    if rank := mla.q_lora_rank:
+        rows += [
+            linear("wq_a", (rank, dim), "q_a_proj", "whole", "attention_norm"),
+            norm("q_norm", rank, "q_a_layernorm", "attention.wq_a"),
+            linear("wq_b", (queries, rank), "q_b_proj", "column", "attention.q_norm"),
+        ]
+    else:
+        rows.append(linear("wq", (queries, dim), "q_proj", "column", "attention_norm"))
+    rows += [
+        linear("wkv_a", (latent + rope, dim), "kv_a_proj_with_mqa", "whole", "attention_norm"),
+        norm("kv_norm", latent, "kv_a_layernorm", "attention.wkv_a"),
+        linear("wkv_b", (made, latent), "kv_b_proj", "column", "attention.kv_norm"),
+    ]
+    attended = ("attention.wq_b" if mla.q_lora_rank else "attention.wq", "attention.wkv_a", "attention.wkv_b")
+    out = linear("wo", (dim, args.n_heads * mla.v_head_dim), "o_proj", "row", "")
+    rows.append(replace(out, init=into_residual, reads=attended))
     rows.append(
         ParameterRow(
             "ffn_norm.weight", (dim,), ONES, "post_attention_layernorm.weight", reads=(INPUT, "attention.wo")

@@ -17,7 +17,7 @@ from toolkit.models.common.args import LinearScaling, ModelArgs, RopeScaling, Ya
 
 def rope_frequencies(args: ModelArgs, device: torch.device | None = None) -> Tensor:
     """Return the frequency of each pair in radians per position: (P,) fp64, scaled if the model is."""
-    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim
+    exponents = torch.arange(0, args.rope_dim, 2, dtype=torch.float64, device=device) / args.rope_dim
     frequencies = args.rope_theta**-exponents
     match args.rope_scaling:
         case None:

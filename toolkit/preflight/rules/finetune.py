@@ -42,7 +42,8 @@ _ROTATE = "parallelism.context_parallel_rotate_method"
 def lora_has_targets(run: PlannedRun) -> list[Problem]:
     """Check that each of LoRA's targets is a linear layer of the blocks."""
     options = run.config.finetune
-    if run.model is None:
+    unused = options.adapter != "lora" and run.config.origin(_TARGETS) == DEFAULT
+    if run.model is None or unused:
         return []
     args, layers = run.model, linear_layers(run.model)
     last = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
@@ -148,6 +149,16 @@ def freezing_acts(run: PlannedRun) -> list[Problem]:
     if options.adapter == "lora":
         fix += f'; to keep LoRA out of some blocks, set {_TARGETS} = ["layers.5.*"] and so on'
     return [run.problem(f"finetune.{key}", rule, fix) for key in asked]
+
+
+@rule()
+def adapter_fits_attention(run: PlannedRun) -> list[Problem]:
+    """Check that adapters of keys and values have heads of their own to add to."""
+    adapter = run.config.finetune.adapter
+    if run.model is None or run.model.mla is None or adapter not in ("prefix_tuning", "llama_adapter"):
+        return []
+    rule = "latent attention makes the keys and values of all heads from one vector, and takes no others"
+    return [run.problem("finetune.adapter", rule, 'set it to "lora"')]
 
 
 @rule()

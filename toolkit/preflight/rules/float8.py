@@ -83,6 +83,8 @@ def _cut(model: ModelArgs) -> dict[str, int]:
     """Return the sizes that tensor parallelism splits, by their config names."""
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     sizes = {"n_heads * head_dim": queries, "n_kv_heads * head_dim": keys, "ffn_dim": model.ffn_dim}
+    if model.mla:
+        sizes["n_heads * v_head_dim"] = model.n_heads * model.v_head_dim
     return {name: size for name, size in sizes.items() if size % MULTIPLE == 0}
 
 

@@ -18,7 +18,10 @@ _BITS = 8 * (NF4_BLOCK // 2 + 4) / NF4_BLOCK
 
 def _rows(args: ModelArgs) -> dict[str, int]:
     """Return the row length of each kind of linear layer, by its config name."""
-    return {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.head_dim, "ffn_dim": args.ffn_dim}
+    rows = {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.v_head_dim, "ffn_dim": args.ffn_dim}
+    if mla := args.mla:
+        rows |= {"kv_lora_rank": mla.kv_lora_rank, "q_lora_rank": mla.q_lora_rank}
+    return rows
 
 
 @rule()
@@ -44,7 +47,7 @@ def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
         rule = f"{NF4_BLOCK} elements of a row share a scale, but {first_few(broken, 3)} is not a multiple"
         return [run.problem(_KEY, rule, 'set it to "none", or use another model size')]
     tp = run.config.parallelism.tensor_parallel_degree
-    cut = {name: size for name, size in rows.items() if name != "dim"}
+    cut = {name: size for name, size in rows.items() if name in ("n_heads * head_dim", "ffn_dim")}
     if all(size % (NF4_BLOCK * tp) == 0 for size in cut.values()):
         return []
     broken = [f"{name} = {size}" for name, size in cut.items() if size % (NF4_BLOCK * tp)]

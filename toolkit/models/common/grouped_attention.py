@@ -1,0 +1,43 @@
+"""Grouped-query attention. Shapes are those of :mod:`toolkit.models.common.decoder`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.attention import AttentionBackend, AttentionMask
+from toolkit.models.common.rms_norm import RMSNorm
+from toolkit.models.common.rope import rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary position embeddings."""
+
+    def __init__(self, args: ModelArgs, backend: AttentionBackend):
+        super().__init__()
+        self.backend = backend
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        # Replaces the call of the backend; it is called with this module and the backend's arguments, and
+        # calls the backend itself.
+        self.adapter: nn.Module | None = None
+
+    def forward(self, x_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor:
+        # The number of heads is inferred, because under tensor parallelism each rank has only some of them.
+        q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
+        return self.attend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
+        """Attend with rotated queries and keys, through the adapter if any. Returns (B, S, D)."""
+        heads = q_BSHE, k_BSKE, v_BSKE, mask
+        out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
+        return self.wo(out_BSHE.flatten(-2))

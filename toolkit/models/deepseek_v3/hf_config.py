@@ -1,0 +1,24 @@
+"""What config.json of a DeepSeek-V3 fixes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.common.args import ModelArgs
+from toolkit.models.common.mla_config import MLAConfig
+
+
+class DeepSeekV3Config(MLAConfig):
+    """A config.json with sigmoid scores and biases. Layers of multi-token prediction are not written."""
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        return {
+            "moe_layer_freq": 1,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+
+    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
+        return super().write_moe(args) | {"num_nextn_predict_layers": 0}
