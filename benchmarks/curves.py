@@ -1,6 +1,7 @@
-"""Compare the curves of one run on any mesh: the debug run on eight layouts of eight ranks and one process.
+"""Compare the curves of one run on any mesh: the debug run on eight layouts of eight ranks and one process,
+or with ``--experts`` that of a mixture of experts on layouts with expert parallelism.
 
-    python -m benchmarks.curves [--steps 200] [--precision float32] [--folder FOLDER]
+    python -m benchmarks.curves [--steps 200] [--precision float32] [--experts] [--folder FOLDER]
                                 [--output benchmarks/results/curves.md] [--plot docs/curves.png]
 
 The curves lie over one another in one plot, and below it the relative difference of each from one process.
@@ -46,6 +47,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Options of ``parallelism`` for eight ranks."""
 
+EXPERTS_CONFIG = "train_configs/debug_moe.toml"
+_EP = "expert_parallel_degree"
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp_shard 2, ep 2": (2, {_EP: 2}),
+    "dp_shard 4, ep 4": (4, {_EP: 4}),
+    "dp_shard 2 × tp 2, ep 2": (4, {_EP: 2, "tensor_parallel_degree": 2}),
+}
+"""Ranks and options of ``parallelism``."""
+
 ONE, OTHER_SEED = "one process", "one process, another seed"
 
 
@@ -55,7 +65,14 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
 
 
-def train(folder: Path, name: str, ranks: int, options: dict[str, Any], arguments: list[str]) -> list[float]:
+def train(
+    folder: Path,
+    name: str,
+    ranks: int,
+    options: dict[str, Any],
+    arguments: list[str],
+    config: str = CONFIG,
+) -> list[float]:
     """The losses of the run ``name``, which is in ``folder`` or is run there."""
     place = folder / name.replace(" ", "_")
     if not (place / "done").exists():
@@ -66,20 +83,20 @@ def train(folder: Path, name: str, ranks: int, options: dict[str, Any], argument
             "--checkpoint.enable=false",
             *arguments,
         ]
-        environment = os.environ | {"CONFIG_FILE": CONFIG, "NGPU": str(ranks)}
+        environment = os.environ | {"CONFIG_FILE": config, "NGPU": str(ranks)}
         subprocess.run(["./run_train.sh", *flags], env=environment, check=True, stdout=subprocess.DEVNULL)
         (place / "done").touch()
         print(f"{name}: {losses(place)[-1]:.4f}", flush=True)
     return losses(place)
 
 
-def report(runs: dict[str, list[float]], precision: str, command: str, machine: str) -> str:
+def report(runs: dict[str, list[float]], precision: str, command: str, machine: str, what: str) -> str:
     """The table in Markdown."""
     steps = len(runs[ONE])
     lines = [
         f"# One curve, {precision}",
         "",
-        f"`{command}`: {steps} steps of {CONFIG} on eight ranks, compared with one process. {machine}",
+        f"`{command}`: {steps} steps of {what}, compared with one process. {machine}",
         "",
         f"| layout | loss of step {steps} | relative difference there | largest of all steps |",
         "|---|---|---|---|",
@@ -116,25 +133,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts on two and four ranks")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "curves"))
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     parser.add_argument("--plot", type=Path, help="PNG to write")
     options = parser.parse_args()
     machine = describe()
-    folder = options.folder / options.precision / str(options.steps)
+    config, layouts = CONFIG, {name: (8, layout) for name, layout in LAYOUTS.items()}
+    if options.experts:
+        config, layouts = EXPERTS_CONFIG, EXPERT_LAYOUTS
+    folder = options.folder / Path(config).stem / options.precision / str(options.steps)
     common = [f"--training.steps={options.steps}", f"--training.mixed_precision_param={options.precision}"]
-    runs = {ONE: train(folder, ONE, 1, {}, common)}
-    for name, layout in LAYOUTS.items():
-        runs[name] = train(folder, name, 8, layout, common)
+    runs = {ONE: train(folder, ONE, 1, {}, common, config)}
+    for name, (ranks, layout) in layouts.items():
+        runs[name] = train(folder, name, ranks, layout, common, config)
     if options.precision != "float32":
-        runs[OTHER_SEED] = train(folder, OTHER_SEED, 1, {}, [*common, "--debug.seed=1"])
-    command = f"python -m benchmarks.curves --steps {options.steps} --precision {options.precision}"
-    text = report(runs, options.precision, command, machine)
+        runs[OTHER_SEED] = train(folder, OTHER_SEED, 1, {}, [*common, "--debug.seed=1"], config)
+    flag = " --experts" if options.experts else ""
+    command = f"python -m benchmarks.curves --steps {options.steps} --precision {options.precision}{flag}"
+    where = "two and four ranks" if options.experts else "eight ranks"
+    text = report(runs, options.precision, command, machine, f"{config} on {where}")
     print(text)
     if options.output:
         options.output.write_text(text)
     if options.plot:
-        draw(runs, options.plot, f"{options.steps} steps, {options.precision}: eight layouts, one process")
+        title = f"{options.steps} steps, {options.precision}: {len(layouts)} layouts, one process"
+        draw(runs, options.plot, title)
 
 
 if __name__ == "__main__":
