@@ -38,8 +38,8 @@ class LoRA(Table):
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
     quantize_base: Literal["none", "nf4"] = "none"
-    """nf4: store the weights of the blocks' linear layers and experts, adapted or not, in 4 bits and dequantize
-    each layer when it is computed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+    """nf4: store the weights of the blocks' linear layers and experts, adapted or not, in 4 bits and
+    dequantize each layer when it is computed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
     use_dora: bool = False
     """Also train the magnitudes of the adapted weights' rows (Liu et al. 2024, arXiv:2402.09353); not of
     experts."""

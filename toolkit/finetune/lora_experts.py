@@ -20,6 +20,8 @@ from toolkit.finetune.nf4 import grouped_linear, new_packed
 from toolkit.models.common.moe import Experts
 from toolkit.models.common.plain_linear import check_plain
 
+_WEIGHTS = ("w1", "w2", "w3")
+
 
 class LoRAExperts(Experts):
     """Replacement of ``base``: the weights named in ``adapted`` have updates, x ↦ W x + s·B A dropout(x), and
@@ -39,7 +41,7 @@ class LoRAExperts(Experts):
         nn.Module.__init__(self)
         self.num_experts, self.dispatch = base.num_experts, base.dispatch
         self.w1, self.w2, self.w3 = base.w1, base.w2, base.w3
-        self.adapted = [name for name in ("w1", "w2", "w3") if name in adapted]
+        self.adapted = [name for name in _WEIGHTS if name in adapted]
         for name in self.adapted:
             weight = getattr(self, name)
             experts, rows, columns = weight.shape
@@ -67,14 +69,11 @@ def apply_lora_to_experts(model: nn.Module, targets: Collection[str], options: L
     Raises:
         ConfigError: the experts of a target are not plain :class:`~toolkit.models.common.moe.Experts`.
     """
-    for name, module in list(model.named_modules()):
-        adapted = [it for it in ("w1", "w2", "w3") if f"{name}.{it}" in targets]
-        if adapted:
-            key, without = "finetune.lora.target_modules", "remove it from that list"
-            check_plain(
-                name, module, key=key, value=options.target_modules, without=without, kind=Experts
-            )  # fmt: skip
-            model.set_submodule(name, LoRAExperts(module, options, adapted))
+    for name, experts in _experts(model):
+        if adapted := [it for it in _WEIGHTS if f"{name}.{it}" in targets]:
+            key, fix = "finetune.lora.target_modules", "remove it from that list"
+            check_plain(name, experts, key=key, value=options.target_modules, without=fix, kind=Experts)
+            model.set_submodule(name, LoRAExperts(experts, options, adapted))
 
 
 def apply_nf4_to_experts(model: nn.Module, options: LoRA) -> None:
@@ -83,13 +82,15 @@ def apply_nf4_to_experts(model: nn.Module, options: LoRA) -> None:
     Raises:
         ConfigError: experts are neither plain :class:`~toolkit.models.common.moe.Experts` nor have LoRA.
     """
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, Experts):
-            continue
-        if not isinstance(module, LoRAExperts):
-            key, without = "finetune.lora.quantize_base", 'set it to "none"'
-            check_plain(name, module, key=key, value="nf4", without=without, kind=Experts)
-            module = LoRAExperts(module, options)
-            model.set_submodule(name, module)
-        for weight in ("w1", "w2", "w3"):
-            setattr(module, weight, new_packed(getattr(module, weight)))
+    for name, experts in _experts(model):
+        if not isinstance(experts, LoRAExperts):
+            key, fix = "finetune.lora.quantize_base", 'set it to "none"'
+            check_plain(name, experts, key=key, value="nf4", without=fix, kind=Experts)
+            experts = LoRAExperts(experts, options)
+            model.set_submodule(name, experts)
+        for weight in _WEIGHTS:
+            setattr(experts, weight, new_packed(getattr(experts, weight)))
+
+
+def _experts(model: nn.Module) -> list[tuple[str, Experts]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]

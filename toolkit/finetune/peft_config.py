@@ -18,7 +18,6 @@ from toolkit.finetune.parameters import (
     IN_ATTENTION,
     added_name,
     added_shapes,
-    hf_linear_names,
     is_added,
     lora_targets,
 )

@@ -69,7 +69,7 @@ def open_peft(folder: Path, args: ModelArgs) -> Adapter:
             for fused in header.experts:
                 if header.keys.keys() >= fused.names.keys():
                     keys = dict.fromkeys(expert_keys([fused]).values())
-                    tensors |= _from_fused(fused, *map(file.get_tensor, keys), folder)
+                    tensors |= _from_fused(fused, *map(file.get_tensor, keys), folder=folder)
             for name, key in header.keys.items():
                 if name not in tensors:
                     tensors[name] = _from_peft(name, file.get_tensor(key), args)
@@ -158,7 +158,7 @@ def _to_fused(fused: FusedExperts, tensors: Mapping[str, Tensor], rank: int) -> 
     return torch.cat(a_parts, 1).flatten(0, 1), torch.cat(b_parts, 1).permute(1, 2, 0).flatten(1)
 
 
-def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, folder: Path) -> dict[str, Tensor]:
+def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, *, folder: Path) -> dict[str, Tensor]:
     """Return our tensors of experts for PEFT's A and B.
 
     Raises:
@@ -166,7 +166,7 @@ def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, folder: Path) -> dict
     """
     experts, count = fused.rows[0].experts, len(fused.rows)
     a_ERK, b_ENR = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for index, (row, rows_ENR) in enumerate(zip(fused.rows, b_ENR.chunk(count, 1), strict=True)):
         its_a = a_ERK
         if fused.blocks:
@@ -174,8 +174,8 @@ def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, folder: Path) -> dict
             blocks = rows_ENR.chunk(count, 2)
             if any(block.any() for other, block in enumerate(blocks) if other != index):
                 raise DataError(
-                    f"{folder}: the update of {fused.parameter} has rank {a_ERK.shape[1]}, and gate and up do "
-                    "not have half of it each, so that the adapter has no single rank here\n"
+                    f"{folder}: the update of {fused.parameter} has rank {a_ERK.shape[1]}, of which gate and "
+                    "up do not have a half each, so the adapter has no single rank here\n"
                     "  fix:  merge it with PEFT (merge_and_unload)"
                 )
             rows_ENR = blocks[index]
