@@ -132,19 +132,35 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Compute :func:`toolkit.models.common.grouped_linear.grouped_linear` with weights that may be in NF4."""
+    """Compute :func:`toolkit.models.common.grouped_linear.grouped_linear` with weights that may be in NF4,
+    (E, N, K / 64 · 36): all of a rank are dequantized at once."""
     if weight_ENK.dtype != torch.uint8:
         return plain_grouped_linear(x_MK, weight_ENK, ends_E)
-    return nf4_grouped_linear(x_MK, weight_ENK, ends_E, False)
+    if torch.compiler.is_compiling():
+        return nf4_grouped_linear(x_MK, weight_ENK, ends_E, False)
+    return _GroupedLinear.apply(x_MK, weight_ENK, ends_E)  # of which a dry run sees the dequantized weights
 
 
-@torch.library.custom_op("toolkit::nf4_grouped_linear", mutates_args=())
-def nf4_grouped_linear(x_MK: Tensor, packed: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
-    """Multiply rows sorted by expert by the NF4 weights (E, N, K / 64 · 36) of their experts, or by the
-    ``transposed`` weights, which gives the gradient of the rows. All weights of a rank are dequantized at
-    once."""
+def _multiply_experts(x_MK: Tensor, packed: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
     weight_ENK = dequantize(packed.flatten(0, 1), x_MK.dtype).unflatten(0, packed.shape[:2])
     return plain_grouped_linear(x_MK, weight_ENK.mT if transposed else weight_ENK, ends_E)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, packed: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, ends_E)
+        return _multiply_experts(x_MK, packed, ends_E, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, None, None]:
+        packed, ends_E = ctx.saved_tensors
+        return _multiply_experts(grad_MN.contiguous(), packed, ends_E, True), None, None
+
+
+nf4_grouped_linear = torch.library.custom_op(
+    "toolkit::nf4_grouped_linear", _multiply_experts, mutates_args=()
+)  # fmt: skip
 
 
 @nf4_grouped_linear.register_fake
@@ -156,11 +172,10 @@ def _(x_MK: Tensor, packed: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
 
 def _setup_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:3])
-    ctx.transposed = inputs[3]
 
 
-def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return nf4_grouped_linear(grad.contiguous(), *ctx.saved_tensors, not ctx.transposed), None, None, None
+def _grouped_backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, None, None, None]:
+    return nf4_grouped_linear(grad_MN.contiguous(), *ctx.saved_tensors, True), None, None, None
 
 
 nf4_grouped_linear.register_autograd(_grouped_backward, setup_context=_setup_grouped)
