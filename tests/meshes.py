@@ -787,7 +787,6 @@ FINETUNED_MORE = [
             "tp2 AC-full accumulate3",
             "tp2 ep2",
             "cp2 ep2",
-            "tp4 ep2",
             "shard2 tp2 AC-op",
             "shard2 tp2 ep2 accumulate3",
             "shard2 tp2 ep4 AC-full",
@@ -802,6 +801,7 @@ FINETUNED_MORE = [
         )
     ),
     "shard2 ep2 moe lora tied",
+    "tp4 ep2 moe lora router",
     "shard2 ep2 moe dpo",
     "shard2 tp2 ep2 moe dpo AC-full",
     "shard2 compiled moe lora",
