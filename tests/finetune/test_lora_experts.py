@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.finetune.adapters import adapted, adapter_of, check_close, logits
@@ -244,7 +246,8 @@ THEIRS: dict[str, dict[str, Any]] = {
     "up": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
     "down": {"target_modules": [], "target_parameters": ["model.layers.1.mlp.experts.down_proj"]},
     "router": {"target_modules": ["v_proj"], "target_parameters": ["gate.weight", "experts.down_proj"]},
-    "all-linear": {"target_modules": "all-linear"},  # which PEFT makes rank 2R
+    "all-linear": {"target_modules": "all-linear"},  # of which PEFT gives gate_up_proj rank 2R
+    "gate and up": {"target_modules": ["gate_proj", "up_proj", "w1", "w3", "k_proj"], "lora_alpha": 6},
 }
 
 
@@ -252,7 +255,7 @@ THEIRS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_what_peft_writes_of_experts_is_read_and_merged(name: str, kind: str, tmp_path: Path) -> None:
     base = save_transformers(tmp_path / "base", name)
-    config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **THEIRS[kind])
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | THEIRS[kind])
     found = peft.get_peft_model(base, config).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -261,10 +264,6 @@ def test_what_peft_writes_of_experts_is_read_and_merged(name: str, kind: str, tm
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     found.save_pretrained(str(tmp_path / "peft"))
     source = SafetensorsFolder(tmp_path / "base")
-    if kind == "all-linear":
-        with pytest.raises(DataError, match="which gate and up do not have a half each"):
-            open_adapter_on(tmp_path / "peft", source)
-        return
     adapter = open_adapter_on(tmp_path / "peft", source)
     expected = logits(found)
     check_close(logits(adapted(adapter, lambda model: read(tmp_path / "base"))), expected)
@@ -278,3 +277,27 @@ def test_what_peft_writes_of_experts_is_read_and_merged(name: str, kind: str, tm
     )
     # Each merged weight is rounded once more, which these updates, as large as the weights, show.
     check_close(logits(again.eval()), expected, 3e-5)
+
+
+def _no_blocks(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(it for it in tensors if it.endswith("layers.1.mlp.experts.base_layer.lora_B.weight"))
+    save_file(tensors | {name: torch.ones_like(tensors[name])}, folder / "adapter_model.safetensors")
+
+
+def _other_rank(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["rank_pattern"] = {"gate_up_proj": 9}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(_no_blocks, "has rank 6, of which gate and up do not have a half each"), (_other_rank, "rank_pattern")],
+)
+def test_ranks_of_their_own_are_rejected(spoil: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    save_transformers(tmp_path / "base", "qwen3_moe")
+    adapter = _written("all", tmp_path / "base", tmp_path / "peft")
+    spoil(tmp_path / "peft")
+    with pytest.raises(DataError, match=said):
+        open_adapter(tmp_path / "peft", adapter.args)

@@ -35,7 +35,9 @@ DPO = f"finetune.objective=dpo {LORA}"
 _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "is not a linear layer", "q_proj"),
-    bad("lora_has_targets", f"finetune.lora.target_modules=experts {LORA}", '"experts" is not a linear layer'),
+    bad(
+        "lora_has_targets", f"finetune.lora.target_modules=experts {LORA}", '"experts" is not a linear layer'
+    ),
     bad(
         "dora_has_no_experts",
         f"finetune.lora.use_dora finetune.lora.target_modules=all-linear {LORA} model.name=qwen3_moe",

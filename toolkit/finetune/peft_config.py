@@ -22,10 +22,11 @@ from toolkit.finetune.parameters import (
     lora_targets,
 )
 from toolkit.finetune.peft_experts import (
+    GATE_UP,
     FusedExperts,
     block_patterns,
+    doubled_rank,
     fused_experts,
-    has_blocks,
     targeted_experts,
 )
 from toolkit.io.json_fields import Fields, read_object
@@ -126,10 +127,12 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     experts: list[FusedExperts] = []
     if kind == "lora":
         targets = targeted_experts(args, values.get("target_parameters") or ())
-        experts = fused_experts(args, targets, blocks=has_blocks(values))
+        experts = fused_experts(args, targets, blocks=doubled_rank(values) == GATE_UP)
     keys = {} if kind == "prefix_tuning" else _keys(found, args, experts, folder)
     if kind == "lora":
         shapes = _our_shapes(found, keys, experts)
+        if _is_padded(values):
+            shapes = {name: _padded(name, shape, values["r"]) for name, shape in shapes.items()}
         options = _lora(fields, shapes, args)
     elif kind == "prefix_tuning":
         options = _prefix(fields, args)
@@ -151,7 +154,7 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
         if fields.values.get(key):
             fields.reject(key, "changes the computation in an unsupported way")
     for key in ("rank_pattern", "alpha_pattern"):
-        if fields.values.get(key) and not has_blocks(fields.values):
+        if fields.values.get(key) and doubled_rank(fields.values) is None:
             fields.reject(key, "may only double the rank of gate_up_proj at the same scale")
     init = fields.values.get("init_lora_weights", True)
     if not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
@@ -167,9 +170,11 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     if args.tie_embeddings and EMBEDDING in shapes:
         fields.reject("modules_to_save", "PEFT trained the embedding without the head, but they are tied")
     targets = {it for it, row in adaptable(args).items() if added_name(row, "lora_a") in shapes}
+    padded = _is_padded(fields.values)
+    rank, alpha = fields.count("r"), fields.positive("lora_alpha", 8.0)
     lora = LoRA(
-        rank=fields.count("r"),
-        alpha=fields.positive("lora_alpha", 8.0),
+        rank=2 * rank if padded else rank,
+        alpha=max(fields.values["alpha_pattern"].values()) if padded else alpha,
         dropout=float(dropout),
         use_rslora=fields.flag("use_rslora"),
         use_dora=fields.flag("use_dora"),
@@ -178,6 +183,17 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     # A classification head is always trained, even if it is not listed.
     others = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
     return Finetune(adapter="lora", lora=lora, trainable=sorted(others))
+
+
+def _is_padded(values: Mapping[str, Any]) -> bool:
+    """Return whether all updates get the rank that PEFT gave to gate_up_proj alone."""
+    return doubled_rank(values) not in (None, GATE_UP)
+
+
+def _padded(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    dim = len(shape) - (2 if name.endswith("lora_a") else 1)
+    is_rank = name.endswith(("lora_a", "lora_b")) and shape[dim] == rank
+    return (*shape[:dim], 2 * rank, *shape[dim + 1 :]) if is_rank else shape
 
 
 def _prefix(fields: Fields, args: ModelArgs) -> Finetune:

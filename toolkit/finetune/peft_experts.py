@@ -9,8 +9,10 @@ and then by expert. Gate and up share A there; here w1 and w3 have an A each.
   alpha_pattern keep the scale. If only w1 or w3 is adapted, the blocks of the other are 0.
 - Import of rank R is exact: w1 and w3 get copies of A, and their halves of B. Training then continues with
   two As, so it takes other steps than PEFT's, in which they stay equal.
-- Import of rank 2R with the scale of rank R is exact if B is block-diagonal, as after an export; otherwise
-  the folder is rejected, because rank R cannot express it.
+- Import of an export, with rank 2R for gate_up_proj, is exact if B is still block-diagonal; otherwise the
+  folder is rejected, because rank R cannot express it.
+- Import of PEFT's own rank 2R, which it chooses if gate_proj and up_proj are targets (as in all-linear), is
+  exact: all updates get rank 2R, those of rank R padded with zeros, at the same scale.
 """
 
 from __future__ import annotations
@@ -113,16 +115,16 @@ def block_patterns(lora: LoRA) -> dict[str, dict[str, float]]:
     return {"rank_pattern": {GATE_UP: 2 * lora.rank}, "alpha_pattern": {GATE_UP: doubled}}
 
 
-def has_blocks(values: Mapping[str, Any]) -> bool:
-    """Return whether the patterns in an adapter_config.json are those of :func:`block_patterns`."""
+def doubled_rank(values: Mapping[str, Any]) -> str | None:
+    """Return the name in the patterns of an adapter_config.json that only double the rank of gate_up_proj, at
+    the same scale: gate_up_proj after an export, another if PEFT fused the targets gate_proj and up_proj."""
+    names = []
     for key, factor in (("rank", 2), ("alpha", 2**0.5 if values.get("use_rslora") else 2)):
-        pattern = values.get(f"{key}_pattern")
-        plain = values.get("r" if key == "rank" else "lora_alpha")
+        pattern, plain = values.get(f"{key}_pattern"), values.get("r" if key == "rank" else "lora_alpha")
         if not isinstance(pattern, dict) or len(pattern) != 1 or not isinstance(plain, int | float):
-            return False
+            return None
         [(name, value)] = pattern.items()
-        if not name.endswith(GATE_UP) or not isinstance(value, int | float):
-            return False
-        if abs(value - factor * plain) > 1e-6 * abs(value):
-            return False
-    return True
+        if not isinstance(value, int | float) or abs(value - factor * plain) > 1e-6 * abs(value):
+            return None
+        names.append(name)
+    return names[0] if names[0] == names[1] and names[0].endswith(GATE_UP) else None

@@ -73,6 +73,8 @@ def open_peft(folder: Path, args: ModelArgs) -> Adapter:
             for name, key in header.keys.items():
                 if name not in tensors:
                     tensors[name] = _from_peft(name, file.get_tensor(key), args)
+            if header.options.adapter == "lora":
+                tensors = {name: _padded(it, header.shapes[name]) for name, it in tensors.items()}
     return Adapter(folder, args, header.options, tensors, base)
 
 
@@ -142,6 +144,14 @@ def _from_peft(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     if name.endswith(f"{IN_ATTENTION}prompt"):
         return tensor[0]
     return tensor[_order(len(tensor), args).argsort()] if _is_reordered(name, args) else tensor
+
+
+def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Append zeros to ``tensor`` up to ``shape``."""
+    missing = [
+        amount for size, found in zip(shape, tensor.shape, strict=True) for amount in (size - found, 0)
+    ]
+    return F.pad(tensor, missing[::-1]) if any(missing) else tensor
 
 
 def _to_fused(fused: FusedExperts, tensors: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor]:
