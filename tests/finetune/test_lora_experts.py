@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 
 from tests.finetune.adapters import adapted, adapter_of, check_close, logits
 from tests.finetune.test_parameters import built
+from tests.helpers import run_world
 from tests.models import moe_family  # noqa: F401 (registers the family "experts")
 from tests.models.families import FAMILIES, read, save_transformers
+from tests.training import small_config, small_trainer
 from toolkit.config.finetune import Finetune, LoRA
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, DataError
@@ -29,6 +33,7 @@ from toolkit.finetune.merge import Merged
 from toolkit.finetune.open_adapter import open_adapter, open_adapter_on
 from toolkit.finetune.parameters import all_shapes, is_added, lora_targets
 from toolkit.finetune.peft_folder import write_peft
+from toolkit.generation.load import load_model
 from toolkit.models.common.args import MoEArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.moe import Experts
@@ -301,3 +306,57 @@ def test_ranks_of_their_own_are_rejected(spoil: Callable[[Path], None], said: st
     spoil(tmp_path / "peft")
     with pytest.raises(DataError, match=said):
         open_adapter(tmp_path / "peft", adapter.args)
+
+
+# Runs
+
+TOKENIZER = Path(__file__).parents[2] / "tests/assets/tokenizer"
+LAYERS = {"rank": 4, "target_modules": ["all-linear"]}
+OF_BASE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
+
+
+def _run(folder: Path, name: str, steps: int, **finetune: Any) -> list[float]:
+    """Losses of a run that starts from ``base``, with a rank of experts on each of two ranks."""
+    config = small_config(
+        folder / name,
+        model=dict.fromkeys(OF_BASE) | {"tokenizer_path": str(TOKENIZER)},
+        parallelism={"expert_parallel_degree": 2},
+        training={"steps": steps},
+        optimizer={"lr": 1e-2},
+        finetune={"adapter": "lora", "lora": LAYERS, **finetune},
+        checkpoint={"enable": True, "initial_load_in_hf": True, "initial_load_path": str(folder / "base"),
+                    "last_save_in_hf": True, "interval": 2, "export_dtype": "float32"},
+    )  # fmt: skip
+    trainer = small_trainer(config)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if "loss" in line]
+
+
+def _runs(base: str) -> dict[str, list[float]]:
+    folder = Path(base)
+    first = _run(folder, "trained", 2)
+    return {
+        "trained": first,
+        "resumed": _run(folder, "trained", 4),
+        "from peft": _run(folder, "from peft", 1, adapter_path=str(folder / "trained/hf/step-2")),
+        "merged": _run(folder, "merged", 2, merge_on_export=True),
+    }
+
+
+def test_trained_experts_go_to_peft_and_back_and_merge(tmp_path: Path) -> None:
+    save_transformers(tmp_path / "base", "qwen3_moe", vocab=4352)
+    [losses, _] = run_world(_runs, 2, str(tmp_path), timeout=300)
+    assert losses["resumed"][:2] == losses["trained"] and losses["resumed"][2] < losses["trained"][0]
+    assert losses["from peft"][0] == pytest.approx(losses["resumed"][2], abs=0.5)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    before = logits(plain.eval())
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "trained/hf/step-2"))
+    ours = load_model(tmp_path / "trained/checkpoint/step-2", device=torch.device("cpu"), dtype=torch.float32)
+    check_close(logits(ours.model), logits(theirs))
+    assert (before - logits(theirs)).abs().max() > 0.01 * before.abs().max()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged/hf/step-2", attn_implementation="eager"
+    )
+    check_close(logits(merged.eval()), logits(theirs), 3e-5)

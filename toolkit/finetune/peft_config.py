@@ -24,6 +24,7 @@ from toolkit.finetune.parameters import (
 from toolkit.finetune.peft_experts import (
     GATE_UP,
     FusedExperts,
+    alpha_factor,
     block_patterns,
     doubled_rank,
     fused_experts,
@@ -126,7 +127,7 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     shapes: Shapes
     experts: list[FusedExperts] = []
     if kind == "lora":
-        targets = targeted_experts(args, values.get("target_parameters") or ())
+        targets = targeted_experts(args, values.get("target_parameters"))
         experts = fused_experts(args, targets, blocks=doubled_rank(values) == GATE_UP)
     keys = {} if kind == "prefix_tuning" else _keys(found, args, experts, folder)
     if kind == "lora":
@@ -170,13 +171,14 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     if args.tie_embeddings and EMBEDDING in shapes:
         fields.reject("modules_to_save", "PEFT trained the embedding without the head, but they are tied")
     targets = {it for it, row in adaptable(args).items() if added_name(row, "lora_a") in shapes}
-    padded = _is_padded(fields.values)
-    rank, alpha = fields.count("r"), fields.positive("lora_alpha", 8.0)
+    rank, alpha, use_rslora = fields.count("r"), fields.positive("lora_alpha", 8.0), fields.flag("use_rslora")
+    if _is_padded(fields.values):
+        rank, alpha = 2 * rank, alpha * alpha_factor(use_rslora=use_rslora)
     lora = LoRA(
-        rank=2 * rank if padded else rank,
-        alpha=max(fields.values["alpha_pattern"].values()) if padded else alpha,
+        rank=rank,
+        alpha=alpha,
         dropout=float(dropout),
-        use_rslora=fields.flag("use_rslora"),
+        use_rslora=use_rslora,
         use_dora=fields.flag("use_dora"),
         target_modules=_compact(targets, args),
     )

@@ -17,7 +17,7 @@ and then by expert. Gate and up share A there; here w1 and w3 have an A each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,33 +98,39 @@ def fused_experts(args: ModelArgs, targets: Collection[str], *, blocks: bool = T
     return found
 
 
-def targeted_experts(args: ModelArgs, parameters: Iterable[str]) -> set[str]:
+def targeted_experts(args: ModelArgs, parameters: object) -> set[str]:
     """Return our names of the experts' weights that PEFT's ``target_parameters`` select."""
+    listed = [it for it in parameters if isinstance(it, str)] if isinstance(parameters, list) else []
     experts = {name for name, row in adaptable(args).items() if row.experts}
     return {
         row.name
         for fused in fused_experts(args, experts)
         for row in fused.rows
-        if any(f".{fused.parameter}".endswith(f".{it}") for it in parameters)
+        if any(f".{fused.parameter}".endswith(f".{it}") for it in listed)
     }
 
 
 def block_patterns(lora: LoRA) -> dict[str, dict[str, float]]:
     """Return PEFT's patterns of rank and alpha for gate_up_proj in blocks."""
-    doubled = lora.alpha * (2**0.5 if lora.use_rslora else 2)
-    return {"rank_pattern": {GATE_UP: 2 * lora.rank}, "alpha_pattern": {GATE_UP: doubled}}
+    alpha = lora.alpha * alpha_factor(use_rslora=lora.use_rslora)
+    return {"rank_pattern": {GATE_UP: 2 * lora.rank}, "alpha_pattern": {GATE_UP: alpha}}
+
+
+def alpha_factor(*, use_rslora: object) -> float:
+    """Return the factor of alpha that keeps the scale of an update with twice the rank."""
+    return 2**0.5 if use_rslora else 2.0
 
 
 def doubled_rank(values: Mapping[str, Any]) -> str | None:
     """Return the name in the patterns of an adapter_config.json that only double the rank of gate_up_proj, at
     the same scale: gate_up_proj after an export, another if PEFT fused the targets gate_proj and up_proj."""
     names = []
-    for key, factor in (("rank", 2), ("alpha", 2**0.5 if values.get("use_rslora") else 2)):
+    for key, factor in (("rank", 2), ("alpha", alpha_factor(use_rslora=values.get("use_rslora")))):
         pattern, plain = values.get(f"{key}_pattern"), values.get("r" if key == "rank" else "lora_alpha")
         if not isinstance(pattern, dict) or len(pattern) != 1 or not isinstance(plain, int | float):
             return None
         [(name, value)] = pattern.items()
-        if not isinstance(value, int | float) or abs(value - factor * plain) > 1e-6 * abs(value):
+        if not isinstance(value, int | float) or not abs(value - factor * plain) <= 1e-6 * abs(value):
             return None
         names.append(name)
     return names[0] if names[0] == names[1] and names[0].endswith(GATE_UP) else None
