@@ -120,6 +120,7 @@ WORDS: dict[str, Settings] = {
     "mla": {"model.name": "deepseek_v3", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
     # Queries that are not made from a latent vector, and scores that are a softmax.
     "mla2": {"model.name": "deepseek_v2", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
+    "moe-wide": {"model.name": "experts", "model.flavor": "wide"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
     "aux-seq": {"moe.aux_loss_coeff": 0.1, "moe.aux_loss_scope": "sequence"},
@@ -173,6 +174,7 @@ WORDS: dict[str, Settings] = {
     "muon": {"optimizer.name": "Muon"},
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
+    "router": {"finetune.lora.target_modules": ["all-linear", "gate"]},
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
     "qlora": {**_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4"}), **_IN_BLOCKS},
@@ -250,6 +252,8 @@ CURVES = (
     "moe",
     "mla",
     "mla2",
+    "moe-wide",
+    "router",
     "aux",
     "aux-seq",
     "balanced",
@@ -401,7 +405,6 @@ MORE = [
     "pp2 GPipe moe aux-seq AC-full accumulate3",
     "shard2 ep2 moe aux muon",
     "shard2 ep2 moe aux adamw-8bit",
-    "shard2 ep2 moe lora",
     "shard2 ep2 moe aux float32",
     "shard2 ep2 moe aux bfloat16 AC-op",
     "shard2 ep2 moe aux by-size prefetch",
@@ -753,6 +756,9 @@ FINETUNED_FAST = [
     "cp2 dpo",
     "pp2 tp2 1F1B dpo",
     "shard2 compiled budget lora",
+    "shard2 ep2 moe lora router aux accumulate3",
+    "tp2 moe lora balanced AC-op",
+    "shard2 ep2 moe-wide qlora AC-full",
 ]
 """Layouts of fine-tuning that CI runs."""
 
@@ -804,6 +810,34 @@ FINETUNED_MORE = [
     "pp2 1F1B bare-ends llama-adapter",
     "pp2 tp2 ZBVZeroBubble AC-full lora",
     "pp2 tp2 InterleavedZeroBubble bare-ends AC-full dora",
+    # Adapters of experts.
+    *(
+        f"{mesh} {word}"
+        for word in ("moe lora router", "moe-wide qlora")
+        for mesh in (
+            "one compiled",
+            "shard4 AC-full",
+            "tp2 AC-full accumulate3",
+            "tp2 ep2",
+            "cp2 ep2",
+            "shard2 tp2 AC-op",
+            "shard2 tp2 ep2 accumulate3",
+            "shard2 tp2 ep4 AC-full",
+            "replicate2 shard2 HYBRID_SHARD",
+            "replicate2 shard2 ep2 HYBRID_SHARD AC-full",
+            "pp2 1F1B AC-full",
+            "pp2 ZBVZeroBubble never",
+            "pp2 shard2 Interleaved1F1B ep2 accumulate3",
+            "pp2 tp2 GPipe ep2 AC-op",
+            "shard2 by-class ep2",
+            "shard2 cp2 tp2 ep4",
+        )
+    ),
+    "shard2 ep2 moe lora tied",
+    "tp4 ep2 moe lora router",
+    "shard2 ep2 moe dpo",
+    "shard2 tp2 ep2 moe dpo AC-full",
+    "shard2 compiled moe lora",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",

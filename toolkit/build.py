@@ -142,7 +142,10 @@ def build_model(
         from toolkit.parallel.expert_load import ExpertLoad
 
         balanced = config.debug.moe_force_load_balance
-        model_parts.track_experts(ExpertLoad(models, mesh, config.moe, balanced=balanced))
+        options = config.moe
+        if config.finetune.adds:  # the biases belong to the frozen base
+            options = options.model_copy(update={"load_balance_coeff": 0.0})
+        model_parts.track_experts(ExpertLoad(models, mesh, options, balanced=balanced))
     if storage:
         _initialize(config, args, model_parts, seed, pretrained)
     return model_parts

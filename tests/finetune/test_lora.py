@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from toolkit.config.finetune import LoRA
-from toolkit.finetune.lora import LoRALinear
+from toolkit.finetune.lora import LoRALinear, drop
 from toolkit.hardware import simulate
 
 
@@ -20,7 +20,7 @@ def _saved(layer: LoRALinear, x: Tensor) -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer._drop(x)
+        drop(x, layer.dropout)
     return sum(tensor.nbytes for tensor in kept)
 
 

@@ -57,7 +57,8 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
         for name, family in FAMILIES.items()
         for kind in ("lora", "dora", "prefix")
         if kind != "prefix" or not {"sliding_window", "kv_lora_rank"} & family.options.keys()
-        if kind == "prefix" or not {"mlp_only_layers", "first_k_dense_replace"} & family.options.keys()
+        if kind != "dora"
+        or not {"num_experts", "num_local_experts", "n_routed_experts"} & family.options.keys()
     ],
 )
 def test_peft_reads_what_is_written_for_other_families(name: str, kind: str, tmp_path: Path) -> None:
@@ -77,8 +78,10 @@ def test_peft_has_no_format_for_what_it_would_apply_to_experts() -> None:
     assert args.moe is not None
     partly_dense = replace(args, moe=replace(args.moe, first_dense=1))
     lora = Finetune.model_validate(KINDS["lora"])
+    dora = Finetune.model_validate(KINDS["dora"])
     assert not unsupported_by_peft(args, lora)
-    assert "instead of layers.0.feed_forward." in unsupported_by_peft(partly_dense, lora)
+    assert not unsupported_by_peft(partly_dense, lora)
+    assert "it has no DoRA of model.layers.0.mlp.down_proj.weight" in unsupported_by_peft(partly_dense, dora)
     trained = ["layers.0.moe.router.gate.weight", "layers.0.moe.experts.w1"]
     assert not unsupported_by_peft(args, lora, trained[:1])
     assert "cannot save experts, such as layers.0.moe.experts.w1" in unsupported_by_peft(args, lora, trained)

@@ -31,6 +31,8 @@ MODELS = {
     "llama3_8b_qlora": ("llama3.1", "8B"),
     "mistral_7b_lora": ("mistral0.3", "7B"),
     "qwen2.5_7b_lora": ("qwen2.5", "7B"),
+    "qwen3_30b_a3b_lora": ("qwen3_moe", "30B-A3B"),
+    "qwen3_30b_a3b_qlora": ("qwen3_moe", "30B-A3B"),
     "qwen3_8b_lora": ("qwen3", "8B"),
 }
 

@@ -39,4 +39,6 @@ _SIZE = replace(
         first_dense=1,
     ),
 )
-register_family("experts", _Experts({"experts": {"debugmodel": _SIZE}}))
+assert _SIZE.moe is not None
+_WIDE = replace(_SIZE, moe=replace(_SIZE.moe, ffn_dim=128))  # of which tp2 leaves a block of 64
+register_family("experts", _Experts({"experts": {"debugmodel": _SIZE, "wide": _WIDE}}))

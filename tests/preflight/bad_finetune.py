@@ -35,6 +35,20 @@ DPO = f"finetune.objective=dpo {LORA}"
 _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "is not a linear layer", "q_proj"),
+    bad(
+        "lora_has_targets", f"finetune.lora.target_modules=experts {LORA}", '"experts" is not a linear layer'
+    ),
+    bad(
+        "dora_has_no_experts",
+        f"finetune.lora.use_dora finetune.lora.target_modules=all-linear {LORA} model.name=qwen3_moe",
+        "experts have no magnitudes, and finetune.lora.target_modules has layers.0.moe.experts.w1",
+        "set it to false",
+    ),
+    bad(
+        "lora_rank_is_low",
+        f"finetune.lora.rank=13 finetune.lora.target_modules=experts {LORA} model.name=experts",
+        "the smallest dimension of layers.1.moe.experts.w1 is 12",
+    ),
     bad("lora_has_targets", f"finetune.lora.target_modules=attention_norm {LORA}", "is not a linear layer"),
     *(
         bad("lora_has_targets", f"finetune.lora.target_modules=wq,{target} {LORA}{tied}", *said)

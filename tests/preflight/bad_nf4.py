@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tests.models import moe_family  # noqa: F401 (registers the family "experts")
 from tests.preflight.bad_runs import TP, Bad, bad
 
 QUANTIZED = "finetune.lora.quantize_base=nf4 finetune.adapter=lora"
+EXPERTS = "model.name=experts"
 ROWS = "quantized_rows_are_blocks"
 
 CASES: list[Bad] = [
@@ -16,6 +18,19 @@ CASES: list[Bad] = [
         "splits rows of ffn_dim = 704",
         "set it to 1",
         world=2,
+    ),
+    bad(ROWS, f"{QUANTIZED} {EXPERTS}", "the width of experts = 12, the width of shared experts = 12"),
+    bad(
+        ROWS,
+        f"{TP}=4 {QUANTIZED} {EXPERTS} model.flavor=wide model.n_kv_heads=4",
+        "splits rows of the width of experts = 128, the width of shared experts = 128",
+        "set it to 1 or 2",
+        world=4,
+    ),
+    bad(
+        "quantized_is_frozen",
+        f"finetune.trainable=layers.1.moe.experts.w1 {QUANTIZED} model.name=qwen3_moe",
+        "matches layers.1.moe.experts.w1",
     ),
     bad(
         "quantized_is_frozen",

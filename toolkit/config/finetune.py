@@ -32,15 +32,17 @@ class LoRA(Table):
     """Dropout probability of the inputs of an update. Above 0 the training curve depends on the mesh."""
     target_modules: list[str] = _BLOCK_LINEARS
     """Linear layers to adapt: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and so on), patterns of full names
-    such as layers.3.*, or all-linear for all of them. Head and embedding cannot be adapted; train them fully
-    with finetune.trainable."""
+    such as layers.3.*, or all-linear for all of them. w1, w2, w3 and all-linear include experts, each with an
+    update of its own; experts means all routed experts, and gate the router, which is not in all-linear. Head
+    and embedding cannot be adapted; train them fully with finetune.trainable."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
     quantize_base: Literal["none", "nf4"] = "none"
-    """nf4: store the weights of the blocks' linear layers, adapted or not, in 4 bits and dequantize each
-    layer when it is computed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+    """nf4: store the weights of the blocks' linear layers and experts, adapted or not, in 4 bits and
+    dequantize each layer when it is computed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
     use_dora: bool = False
-    """Also train the magnitudes of the adapted weights' rows (Liu et al. 2024, arXiv:2402.09353)."""
+    """Also train the magnitudes of the adapted weights' rows (Liu et al. 2024, arXiv:2402.09353); not of
+    experts."""
 
     @property
     def scale(self) -> float:

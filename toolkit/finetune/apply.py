@@ -19,13 +19,16 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
     device, in place.
 
     With an adapter, frozen parameters are stored in ``frozen_dtype``, the compute dtype to which FSDP would
-    cast them anyway, or in 4 bits for linear layers. They are not saved in checkpoints.
+    cast them anyway, or in 4 bits for linear layers and experts. They are not saved in checkpoints.
     """
     args = model.args
     if options.adapter == "lora":
         from toolkit.finetune.lora import apply_lora
+        from toolkit.finetune.lora_experts import apply_lora_to_experts
 
-        apply_lora(model, lora_targets(args, options), options.lora)
+        targets = lora_targets(args, options)
+        apply_lora(model, targets, options.lora)
+        apply_lora_to_experts(model, targets, options.lora)
     elif options.adds:
         apply_to_attention(model, args, options)
     named = dict(model.named_parameters())
@@ -41,9 +44,11 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
             frozen = torch.nn.Parameter(named[name].to(frozen_dtype), requires_grad=False)
             model.get_submodule(module).register_parameter(attribute, frozen)
     if options.quantizes:
+        from toolkit.finetune.lora_experts import apply_nf4_to_experts
         from toolkit.finetune.nf4 import apply_nf4
 
         apply_nf4(model, linear_layers(args))
+        apply_nf4_to_experts(model, options.lora)
 
 
 def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> None:
@@ -61,9 +66,9 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
     """Return the initial distribution of an adapter's parameter, chosen to leave the model almost
     unchanged."""
+    if name.endswith("lora_a"):  # the same variance as PEFT's uniform distribution
+        return Init(std=(3 * shape[-1]) ** -0.5)
     return {
-        # The same variance as PEFT's uniform distribution.
-        "lora_a": Init(std=(3 * shape[-1]) ** -0.5),
         "prompt": Init(std=1.0),
         "keys": Init(std=0.02),
         "values": Init(std=0.02),

@@ -57,7 +57,7 @@ class LoRALinear(nn.Linear):
         result = linear(x, self.weight, self.bias)
         if not self.enabled:
             return result
-        dropped = self._drop(x) if self.dropout and self.training else x
+        dropped = drop(x, self.dropout) if self.dropout and self.training else x
         inner = F.linear(dropped, self.lora_a).flatten(0, -2)
         if self.magnitude is None:  # addmm fuses scaling and addition into the matmul
             sums = torch.addmm(result.flatten(0, -2), inner, self.lora_b.T, alpha=self.scale)
@@ -66,11 +66,6 @@ class LoRALinear(nn.Linear):
         update = (inner @ self.lora_b.T * self.scale).view_as(result)
         ratio = self.magnitude / self._row_norms().to(self.magnitude.dtype)
         return result + linear(dropped, self.weight) * (ratio - 1) + update * ratio
-
-    def _drop(self, x: Tensor) -> Tensor:
-        if device_type(x.device.type) == "cuda":  # as F.dropout does there; a dry run counts its mask
-            return torch.native_dropout(x, self.dropout, True)[0]
-        return F.dropout(x, self.dropout)
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
@@ -89,6 +84,13 @@ class LoRALinear(nn.Linear):
             weight = weight.redistribute(placements=self.magnitude.placements).to_local()
         magnitude, _ = shard_and_offset(self.magnitude)
         magnitude.copy_(torch.linalg.vector_norm(_dequantized(weight, magnitude.dtype), dim=1))
+
+
+def drop(x: Tensor, probability: float) -> Tensor:
+    """Compute F.dropout in training."""
+    if device_type(x.device.type) == "cuda":  # as F.dropout does there; a dry run counts its mask
+        return torch.native_dropout(x, probability, True)[0]
+    return F.dropout(x, probability)
 
 
 def _dequantized(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.finetune.parameters import is_added, lora_targets
+from toolkit.finetune.parameters import added_name, is_added, lora_targets
 from toolkit.finetune.saved_adapter import Adapter
 from toolkit.io.tensor_file import Region, whole
-from toolkit.models.common.parameter_table import EMBEDDING
+from toolkit.models.common.parameter_table import EMBEDDING, ParameterRow
+from toolkit.models.parameters import adaptable
 from toolkit.weights.source import StoredTensor, WeightSource
 from toolkit.weights.views import View
 
@@ -43,7 +44,8 @@ class Merged(View):
             if not is_added(name)
         }
         tensors = {**base.tensors, **replaced}
-        self.updated = {f"{module}.weight" for module in lora_targets(adapter.args, adapter.options)}
+        rows = adaptable(adapter.args)
+        self.updated = {rows[it].name: rows[it] for it in lora_targets(adapter.args, adapter.options)}
         if at_least is not None:
             for name in self.changed & tensors.keys():
                 stored = tensors[name]
@@ -53,29 +55,32 @@ class Merged(View):
     @property
     def changed(self) -> set[str]:
         """Names of the tensors that differ from the base."""
-        return self.updated | {name for name in self.adapter.values if not is_added(name)}
+        return self.updated.keys() | {name for name in self.adapter.values if not is_added(name)}
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         stored = self.tensors[name]
         if name in self.updated:
-            tensor = self._merge(name.removesuffix(".weight"), stored, region)
+            tensor = self._merge(self.updated[name], stored, region)
         elif name in self.adapter.values:
             tensor = self.adapter.read(name, region)
         else:
             return self.base.read(name, region, out)
         return tensor.to(stored.dtype) if out is None else out.copy_(tensor)
 
-    def _merge(self, module: str, stored: StoredTensor, region: Region | None) -> Tensor:
-        rows, columns = whole(stored.shape) if region is None else region
+    def _merge(self, row: ParameterRow, stored: StoredTensor, region: Region | None) -> Tensor:
+        *experts, rows, columns = whole(stored.shape) if region is None else region
         lora, values = self.adapter.options.lora, self.adapter.values
-        magnitude_R = values[f"{module}.magnitude"][rows] if lora.use_dora else None
+        magnitude_R = values[added_name(row, "magnitude")][rows] if lora.use_dora else None
         # A row's norm needs all columns of the row.
-        read = columns if magnitude_R is None else slice(0, stored.shape[1])
+        read = columns if magnitude_R is None else slice(0, stored.shape[-1])
         # If finetune.trainable selects the layer, the adapter contains its weight too.
-        source: WeightSource = self.adapter if f"{module}.weight" in values else self.base
-        weight = source.read(f"{module}.weight", (rows, read))
+        source: WeightSource = self.adapter if row.name in values else self.base
+        weight = source.read(row.name, (*experts, rows, read))
         precise = torch.promote_types(weight.dtype, torch.float32)
-        a, b = (values[f"{module}.{part}"].to(precise) for part in ("lora_a", "lora_b"))
+        parts = (values[added_name(row, part)] for part in ("lora_a", "lora_b"))
+        a, b = (part[tuple(experts)].to(precise) for part in parts)
+        if experts:
+            return torch.baddbmm(weight.to(precise), b[:, rows], a[..., read], alpha=lora.scale)
         merged = torch.addmm(weight.to(precise), b[rows], a[:, read], alpha=lora.scale)
         if magnitude_R is None:
             return merged

@@ -5,7 +5,7 @@ A block is 64 elements of a row; its scale is their largest magnitude in fp32. L
 bit-identical to those of bitsandbytes. Each block is stored as 32 bytes of codes, two per byte, followed by
 the four bytes of the scale, 4.5 bits per element, in one uint8 tensor (out, in / 64 · 36) with the weight's
 name. It is sharded by rows, or by columns at block boundaries, like any other parameter, and no precision
-policy casts it.
+policy casts it. Stacked experts (E, out, in) are (E, out, in / 64 · 36).
 
 A layer dequantizes it for each matmul, in forward and again in backward.
 """
@@ -23,6 +23,7 @@ from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.finetune.parameters import NF4_BLOCK as BLOCK
 from toolkit.fused import Fused
 from toolkit.hardware import cached_tensors
+from toolkit.models.common.grouped_linear import grouped_linear as plain_grouped_linear
 from toolkit.models.common.plain_linear import check_plain
 
 BLOCK_BYTES = BLOCK // 2 + 4
@@ -38,7 +39,7 @@ _CHUNK = 1 << 23
 
 
 def quantize(weight: Tensor) -> Tensor:
-    """Quantize rows (R, C) to bytes (R, C / 64 · 36)."""
+    """Quantize rows (…, C) to bytes (…, C / 64 · 36)."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(dim=-1, keepdim=True)
     units = blocks * (1 / scales.clamp(min=1e-38))  # rounds like bitsandbytes, unlike a division
@@ -130,6 +131,56 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
+def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Compute :func:`toolkit.models.common.grouped_linear.grouped_linear` with weights that may be in NF4,
+    (E, N, K / 64 · 36): all of a rank are dequantized at once."""
+    if weight_ENK.dtype != torch.uint8:
+        return plain_grouped_linear(x_MK, weight_ENK, ends_E)
+    if torch.compiler.is_compiling():
+        return nf4_grouped_linear(x_MK, weight_ENK, ends_E, False)
+    return _GroupedLinear.apply(x_MK, weight_ENK, ends_E)  # of which a dry run sees the dequantized weights
+
+
+def _multiply_experts(x_MK: Tensor, packed: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+    weight_ENK = dequantize(packed.flatten(0, 1), x_MK.dtype).unflatten(0, packed.shape[:2])
+    return plain_grouped_linear(x_MK, weight_ENK.mT if transposed else weight_ENK, ends_E)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, packed: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, ends_E)
+        return _multiply_experts(x_MK, packed, ends_E, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, None, None]:
+        packed, ends_E = ctx.saved_tensors
+        return _multiply_experts(grad_MN.contiguous(), packed, ends_E, True), None, None
+
+
+nf4_grouped_linear = torch.library.custom_op(
+    "toolkit::nf4_grouped_linear", _multiply_experts, mutates_args=()
+)  # fmt: skip
+
+
+@nf4_grouped_linear.register_fake
+def _(x_MK: Tensor, packed: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+    return x_MK.new_empty(
+        len(x_MK), packed.shape[2] // BLOCK_BYTES * BLOCK if transposed else packed.shape[1]
+    )
+
+
+def _setup_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+
+
+def _grouped_backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, None, None, None]:
+    return nf4_grouped_linear(grad_MN.contiguous(), *ctx.saved_tensors, True), None, None, None
+
+
+nf4_grouped_linear.register_autograd(_grouped_backward, setup_context=_setup_grouped)
+
+
 class NF4Linear(nn.Linear):
     """Replacement of ``linear`` with an NF4 weight."""
 
@@ -158,12 +209,17 @@ def apply_nf4(model: nn.Module, names: Iterable[str]) -> None:
         if not has_lora:
             key = "finetune.lora.quantize_base"
             check_plain(name, layer, key=key, value="nf4", without='set it to "none"')
-        rows, columns = layer.weight.shape
-        packed = layer.weight.new_empty(rows, columns // BLOCK * BLOCK_BYTES, dtype=torch.uint8)
-        layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.weight = new_packed(layer.weight)
         if not has_lora:
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, NF4Linear(layer))
+
+
+def new_packed(weight: Tensor) -> nn.Parameter:
+    """Return an uninitialized NF4 parameter for ``weight`` (…, K)."""
+    *outer, columns = weight.shape
+    packed = weight.new_empty(*outer, columns // BLOCK * BLOCK_BYTES, dtype=torch.uint8)
+    return nn.Parameter(packed, requires_grad=False)
 
 
 # Initialization and loading
@@ -178,8 +234,8 @@ class PackedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        rows, width = self.packed.shape
-        return torch.Size([rows, width // BLOCK_BYTES * BLOCK])
+        *outer, width = self.packed.shape
+        return torch.Size([*outer, width // BLOCK_BYTES * BLOCK])
 
     @property
     def is_meta(self) -> bool:
@@ -187,8 +243,8 @@ class PackedWeight:
 
     def shard_and_offset(self) -> tuple[PackedWeight, tuple[int, ...]]:
         """See :func:`toolkit.distributed.dtensor.shard_and_offset`."""
-        local, (row, byte) = shard_and_offset(self.packed)
-        return PackedWeight(local), (row, byte // BLOCK_BYTES * BLOCK)
+        local, (*outer, byte) = shard_and_offset(self.packed)
+        return PackedWeight(local), (*outer, byte // BLOCK_BYTES * BLOCK)
 
     def __getitem__(self, rows: slice) -> PackedWeight:
         return PackedWeight(self.packed[rows])

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from toolkit.config.finetune import Finetune
 from toolkit.config.name_patterns import matches_any, unmatched
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import EMBEDDING, HEAD
-from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterRow
+from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes, table
 
 _LORA = ("lora_a", "lora_b", "magnitude")
 IN_ATTENTION = ".attention.adapter."
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+"""Targets of LoRA: all linear layers and experts of the blocks; all weights of routed experts."""
 NF4_BLOCK = 64
 """Elements of a row that share a scale in an NF4 base; bitsandbytes' default."""
 
@@ -22,7 +23,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 def is_added(name: str) -> bool:
     """Return whether the parameter ``name`` belongs to an adapter."""
-    return name.rpartition(".")[2] in _LORA or IN_ATTENTION in name
+    return name.rpartition(".")[2].endswith(_LORA) or IN_ATTENTION in name
+
+
+def added_name(row: ParameterRow, part: str) -> str:
+    """Return the name of LoRA's parameter ``part`` of a weight: attention.wq.lora_a, experts.w1_lora_a."""
+    return f"{row.name}_{part}" if row.experts else f"{row.module}.{part}"
 
 
 def added_shapes(args: ModelArgs, options: Finetune) -> Shapes:
@@ -73,23 +79,28 @@ def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0)
 
 
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
-    """Return the names of the linear layers updated by LoRA, in the model's order.
+    """Return the names of what LoRA updates, in the model's order: linear layers, and weights of stacked
+    experts, such as layers.0.moe.experts.w1.
 
-    Targets are last components of names, ours or Hugging Face's, or patterns of full names.
+    Targets are last components of names, ours or Hugging Face's, or patterns of full names. Routers are not
+    among all linear layers.
     """
     patterns, hf_names = options.lora.target_modules, hf_linear_names(args)
-    selected = {name for name, hf_name in hf_names.items() if {name, hf_name, ALL_LINEAR} & set(patterns)}
-    return [
-        module
-        for module in linear_layers(args)
-        if module.rpartition(".")[2] in selected or matches_any(module, patterns)
-    ]
+    selected = {name for name, hf_name in hf_names.items() if {name, hf_name} & set(patterns)}
+
+    def is_target(name: str, row: ParameterRow) -> bool:
+        if (ALL_LINEAR in patterns and not row.router) or (EXPERTS in patterns and row.experts):
+            return True
+        return name.rpartition(".")[2] in selected or matches_any(name, patterns)
+
+    return [name for name, row in adaptable(args).items() if is_target(name, row)]
 
 
 def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
-    """Return ``patterns`` that match no linear layer."""
+    """Return ``patterns`` that match nothing that LoRA may update."""
     known = {ALL_LINEAR, *(name for pair in hf_linear_names(args).items() for name in pair)}
-    return unmatched((pattern for pattern in patterns if pattern not in known), linear_layers(args))
+    known |= {EXPERTS} if any(row.experts for row in adaptable(args).values()) else set()
+    return unmatched((pattern for pattern in patterns if pattern not in known), adaptable(args))
 
 
 def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
@@ -102,22 +113,22 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
-    """Map our names of a block's linear layers to Hugging Face's, such as wq to q_proj."""
+    """Map our names of what LoRA may update in a block to Hugging Face's, such as wq to q_proj."""
     return {
-        row.module.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
-        for row in table(args).values()
-        if row.linear
+        name.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
+        for name, row in adaptable(args).items()
     }
 
 
 def _lora(args: ModelArgs, options: Finetune) -> Shapes:
-    shapes, rank = parameter_shapes(args), options.lora.rank
     added: Shapes = {}
-    for module in lora_targets(args, options):
-        rows, columns = shapes[f"{module}.weight"]
-        added |= {f"{module}.lora_a": (rank, columns), f"{module}.lora_b": (rows, rank)}
+    for target in lora_targets(args, options):
+        row = adaptable(args)[target]
+        *experts, rows, columns = row.shape
+        added[added_name(row, "lora_a")] = (*experts, options.lora.rank, columns)
+        added[added_name(row, "lora_b")] = (*experts, rows, options.lora.rank)
         if options.lora.use_dora:
-            added[f"{module}.magnitude"] = (rows,)
+            added[added_name(row, "magnitude")] = (*experts, rows)
     return added
 
 

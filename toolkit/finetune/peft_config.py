@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,24 @@ from toolkit.errors import DataError, first_few, join_or, quote
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
     IN_ATTENTION,
+    added_name,
     added_shapes,
-    hf_linear_names,
     is_added,
     lora_targets,
 )
+from toolkit.finetune.peft_experts import (
+    GATE_UP,
+    FusedExperts,
+    alpha_factor,
+    block_patterns,
+    doubled_rank,
+    fused_experts,
+    targeted_experts,
+)
 from toolkit.io.json_fields import Fields, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import EMBEDDING, HEAD
-from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes, table
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterRow
+from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes, table
 from toolkit.weights.safetensors_header import ITEM_BYTES, ONE_SAVE, file_entries
 
 PEFT_CONFIG = "adapter_config.json"
@@ -38,13 +47,10 @@ _CLASSIFIES = "SEQ_CLS"
 """PEFT's task_type of a classifier."""
 _PEFT_TYPES = {"lora": "LORA", "prefix_tuning": "PREFIX_TUNING", "llama_adapter": "ADAPTION_PROMPT"}
 _UNSUPPORTED = (
-    "rank_pattern",
-    "alpha_pattern",
     "layer_replication",
     "fan_in_fan_out",
     "lora_bias",
     "trainable_token_indices",
-    "target_parameters",
     "alora_invocation_tokens",
     "use_qalora",
     "use_bdlora",
@@ -65,11 +71,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class PeftAdapter:
     """An adapter in the PEFT folder ``place``: equivalent ``options``, the ``shapes`` of its parameters by
-    our names, and the path or id of its ``base`` in PEFT's config, or ""."""
+    our names, the ``keys`` of the tensors that have them, the parameters in which its ``experts`` are fused,
+    and the path or id of its ``base`` in PEFT's config, or ""."""
 
     place: Path
     options: Finetune
     shapes: Shapes
+    keys: Mapping[str, str]
+    experts: Sequence[FusedExperts]
     base: str
 
 
@@ -116,8 +125,15 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     found = {name: entry.shape for name, entry in entries.items()}
     fields = Fields(values)
     shapes: Shapes
+    experts: list[FusedExperts] = []
     if kind == "lora":
-        shapes = _to_our_names(found, args, folder)
+        targets = targeted_experts(args, values.get("target_parameters"))
+        experts = fused_experts(args, targets, blocks=doubled_rank(values) == GATE_UP)
+    keys = {} if kind == "prefix_tuning" else _keys(found, args, experts, folder)
+    if kind == "lora":
+        shapes = _our_shapes(found, keys, experts)
+        if _is_padded(values):
+            shapes = {name: _padded(name, shape, values["r"]) for name, shape in shapes.items()}
         options = _lora(fields, shapes, args)
     elif kind == "prefix_tuning":
         options = _prefix(fields, args)
@@ -125,18 +141,22 @@ def read_peft(folder: Path, args: ModelArgs) -> PeftAdapter:
     else:
         options = _llama_adapter(fields)
         shapes = {
-            name: shape[1:] if name.endswith(".prompt") else shape
-            for name, shape in _to_our_names(found, args, folder).items()
+            name: found[key][1:] if name.endswith(".prompt") else found[key] for name, key in keys.items()
         }
     fields.finish(f"the adapter of {path} cannot be used")
     _check_shapes(shapes, args, options, folder)
-    return PeftAdapter(folder, options, shapes, str(values.get("base_model_name_or_path") or ""))
+    return PeftAdapter(
+        folder, options, shapes, keys, experts, str(values.get("base_model_name_or_path") or "")
+    )
 
 
 def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     for key in _UNSUPPORTED:
         if fields.values.get(key):
             fields.reject(key, "changes the computation in an unsupported way")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if fields.values.get(key) and doubled_rank(fields.values) is None:
+            fields.reject(key, "may only double the rank of gate_up_proj at the same scale")
     init = fields.values.get("init_lora_weights", True)
     if not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
         rule = "changes the base's weights: save it as a plain LoRA with PEFT"
@@ -150,18 +170,32 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
         dropout = 0.0
     if args.tie_embeddings and EMBEDDING in shapes:
         fields.reject("modules_to_save", "PEFT trained the embedding without the head, but they are tied")
-    modules = {name.rpartition(".")[0] for name in shapes if is_added(name)}
+    targets = {it for it, row in adaptable(args).items() if added_name(row, "lora_a") in shapes}
+    rank, alpha, use_rslora = fields.count("r"), fields.positive("lora_alpha", 8.0), fields.flag("use_rslora")
+    if _is_padded(fields.values):
+        rank, alpha = 2 * rank, alpha * alpha_factor(use_rslora=use_rslora)
     lora = LoRA(
-        rank=fields.count("r"),
-        alpha=fields.positive("lora_alpha", 8.0),
+        rank=rank,
+        alpha=alpha,
         dropout=float(dropout),
-        use_rslora=fields.flag("use_rslora"),
+        use_rslora=use_rslora,
         use_dora=fields.flag("use_dora"),
-        target_modules=_compact(modules, args, {}),
+        target_modules=_compact(targets, args),
     )
     # A classification head is always trained, even if it is not listed.
     others = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
     return Finetune(adapter="lora", lora=lora, trainable=sorted(others))
+
+
+def _is_padded(values: Mapping[str, Any]) -> bool:
+    """Return whether all updates get the rank that PEFT gave to gate_up_proj alone."""
+    return doubled_rank(values) not in (None, GATE_UP)
+
+
+def _padded(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    dim = len(shape) - (2 if name.endswith("lora_a") else 1)
+    is_rank = name.endswith(("lora_a", "lora_b")) and shape[dim] == rank
+    return (*shape[:dim], 2 * rank, *shape[dim + 1 :]) if is_rank else shape
 
 
 def _prefix(fields: Fields, args: ModelArgs) -> Finetune:
@@ -198,17 +232,17 @@ def _describe(shapes: Shapes) -> str:
     return first_few([f"{name} {shape}" for name, shape in shapes.items()], _SHOWN)
 
 
-def _to_our_names(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tuple[int, ...]]:
-    names = [f"{module}.{part}" for module in linear_layers(args) for part in _PARTS]
+def _keys(found: Shapes, args: ModelArgs, experts: Sequence[FusedExperts], folder: Path) -> dict[str, str]:
+    """Map our names of the parameters in ``found`` to the keys there."""
+    names = [f"{it}.{part}" for it, row in adaptable(args).items() if not row.experts for part in _PARTS]
     names += [f"layers.{layer}{IN_ATTENTION}{part}" for layer in range(args.n_layers) for part in _ADAPTION]
-    by_peft_name = {to_peft_name(name, args): name for name in [*names, *parameter_shapes(args)]}
+    keys = {name: to_peft_name(name, args) for name in [*names, *parameter_shapes(args)]}
     # Some versions of PEFT add a suffix to magnitudes.
-    by_peft_name |= {
-        f"{peft_name}.weight": name
-        for peft_name, name in by_peft_name.items()
-        if peft_name.endswith("_vector")
+    keys = {
+        name: it if it in found or not it.endswith("_vector") else f"{it}.weight" for name, it in keys.items()
     }
-    unknown = [name for name in found if name not in by_peft_name]
+    keys |= expert_keys(experts)
+    unknown = sorted(found.keys() - keys.values())
     if unknown:
         outside = tuple(f"{to_peft_name(it, args).removesuffix('weight')}lora_" for it in (EMBEDDING, HEAD))
         fix = "LoRA supports only linear layers of the blocks: merge the adapter with PEFT (merge_and_unload)"
@@ -216,7 +250,23 @@ def _to_our_names(found: Shapes, args: ModelArgs, folder: Path) -> dict[str, tup
             f"{folder / PEFT_TENSORS} has tensors that this model lacks: {first_few(unknown, _SHOWN)}"
             + (f"\n  fix:  {fix}" if any(name.startswith(outside) for name in unknown) else "")
         )
-    return {by_peft_name[name]: shape for name, shape in found.items()}
+    return {name: key for name, key in keys.items() if key in found}
+
+
+def expert_keys(experts: Sequence[FusedExperts]) -> dict[str, str]:
+    """Map our names of the adapted experts' parameters to their keys in a PEFT folder."""
+    return {name: _PREFIX + it.key(part) for it in experts for name, (_, part) in it.names.items()}
+
+
+def _our_shapes(found: Shapes, keys: Mapping[str, str], experts: Sequence[FusedExperts]) -> Shapes:
+    of_experts = {name: (it, part) for it in experts for name, (_, part) in it.names.items()}
+    shapes = {}
+    for name, key in keys.items():
+        shapes[name] = found[key]
+        if name in of_experts:
+            fused, part = of_experts[name]
+            shapes[name] = fused.our_shape(part, found[key])
+    return shapes
 
 
 def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
@@ -225,25 +275,34 @@ def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
 
 
 def to_peft_name(name: str, args: ModelArgs) -> str:
-    """Return PEFT's name of a trained parameter, other than a prefix's."""
+    """Return PEFT's name of a trained parameter, other than a prefix's and experts'."""
     module, _, part = name.rpartition(".")
     if part in _PARTS:
-        hf_module = table(args).to_hf(f"{module}.weight").removesuffix("weight")
-        return f"{_PREFIX}{hf_module}{_PARTS[part]}"
+        return f"{_PREFIX}{_hf_module(adaptable(args)[module])}.{_PARTS[part]}"
     if IN_ATTENTION in name:
         return _PREFIX + _adaption_name(int(name.split(".", 2)[1]), _ADAPTION[part], args)
     return _PREFIX + table(args).to_hf(name)
+
+
+def _hf_module(row: ParameterRow) -> str:
+    """Return transformers' name in memory of a linear layer or router."""
+    return f"model.layers.{row.block}.mlp.gate" if row.router else row.hf.removesuffix(".weight")
 
 
 def _check_shapes(shapes: Shapes, args: ModelArgs, options: Finetune, folder: Path) -> None:
     expected = added_shapes(args, options) | {
         name: shape for name, shape in parameter_shapes(args).items() if name in shapes
     }
+    keys = expert_keys(fused_experts(args, adaptable(args)))
+
+    def key(name: str) -> str:
+        return keys.get(name) or to_peft_name(name, args)
+
     wrong = {
-        "missing": [to_peft_name(name, args) for name in expected if name not in shapes],
-        "unexpected": [to_peft_name(name, args) for name in shapes if name not in expected],
+        "missing": [key(name) for name in expected if name not in shapes],
+        "unexpected": [key(name) for name in shapes if name not in expected],
         "of another shape": [
-            f"{to_peft_name(name, args)} {shapes[name]} instead of {shape}"
+            f"{key(name)} {shapes[name]} instead of {shape}"
             for name, shape in expected.items()
             if shapes.get(name, shape) != shape
         ],
@@ -273,17 +332,24 @@ def peft_config(
     if options.adapter == "lora":
         lora = options.lora
         modules = list(dict.fromkeys(table(args).to_hf(name).rpartition(".")[0] for name in replaced))
+        linear, parameters = _peft_targets(args, options)
+        experts = fused_experts(args, lora_targets(args, options))
         config |= {
             "r": lora.rank,
             "lora_alpha": lora.alpha,
-            "lora_dropout": lora.dropout,
+            # PEFT has no dropout in updates of parameters.
+            "lora_dropout": 0.0 if parameters else lora.dropout,
             "use_rslora": lora.use_rslora,
             "use_dora": lora.use_dora,
             "bias": "none",
             "fan_in_fan_out": False,
             "modules_to_save": modules or None,
-            "target_modules": _compact(set(lora_targets(args, options)), args, hf_linear_names(args)),
+            "target_modules": linear,
         }
+        if parameters:
+            config["target_parameters"] = parameters
+        if any(len(it.rows) > 1 for it in experts):
+            config |= block_patterns(lora)
     elif options.adapter == "prefix_tuning":
         config |= {
             "num_virtual_tokens": options.prefix_tuning.num_virtual_tokens,
@@ -323,10 +389,8 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
         return f"it cannot save experts, such as {experts[0]} (finetune.trainable)"
     kinds: dict[str, set[str]] = {}
     targets = lora_targets(args, options) if options.adapter == "lora" else []
-    # With transformers 5, PEFT 0.21 looks at the last component of a target, even of a full name.
-    experts_hf = {row.hf.split(".")[-2] for row in rows.values() if row.experts}
-    if fused := [it for it in targets if rows[f"{it}.weight"].hf.split(".")[-2] in experts_hf]:
-        return f"it would update the experts instead of {fused[0]} (finetune.lora.target_modules)"
+    if targets and options.lora.use_dora and (parameters := _peft_targets(args, options)[1]):
+        return f"it has no DoRA of {parameters[0]} (finetune.lora.use_dora)"
     for name in replaced:
         module, _, kind = name.rpartition(".")
         kinds.setdefault(module, set()).add(kind)
@@ -342,18 +406,38 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
     return ""
 
 
-def _compact(modules: set[str], args: ModelArgs, hf_names: Mapping[str, str]) -> list[str]:
-    """Return the shortest targets for ``modules``: last components if ``modules`` contains all layers of a
-    name, otherwise full names. The names are Hugging Face's if ``hf_names`` is given."""
-    layers = list(linear_layers(args))
-    by_last: dict[str, set[str]] = {}
-    for layer in layers:
-        by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)
-    if modules == set(layers) and not hf_names:
+def _peft_targets(args: ModelArgs, options: Finetune) -> tuple[list[str], list[str]]:
+    """Return PEFT's ``target_modules`` and ``target_parameters``.
+
+    With transformers 5, PEFT 0.21 takes a module whose last component is that of an expert's matrix, such as
+    gate_proj, for the experts; such a layer, and a router, is targeted by its weight instead.
+    """
+    rows, targets = adaptable(args), lora_targets(args, options)
+    of_experts = {row.hf.split(".")[-2] for row in rows.values() if row.experts}
+    modules = {it: _hf_module(row) for it, row in rows.items() if row.linear}
+    modules = {it: name for it, name in modules.items() if name.rpartition(".")[2] not in of_experts}
+    parameters = [
+        f"{_hf_module(rows[it])}.weight" for it in targets if not rows[it].experts and it not in modules
+    ]
+    parameters += [it.parameter for it in fused_experts(args, targets)]
+    return _shortest([it for it in targets if it in modules], modules), parameters
+
+
+def _compact(targets: set[str], args: ModelArgs) -> list[str]:
+    """Return the shortest ``finetune.lora.target_modules`` for ``targets``."""
+    rows = adaptable(args)
+    if targets == {name for name, row in rows.items() if not row.router}:
         return [ALL_LINEAR]
-    if all(names <= modules or not names & modules for names in by_last.values()):
-        return [hf_names.get(last, last) for last, names in by_last.items() if names <= modules]
-    if not hf_names:
-        return sorted(modules, key=layers.index)
-    to_hf = table(args).to_hf
-    return [to_hf(f"{name}.weight").removesuffix(".weight") for name in sorted(modules, key=layers.index)]
+    return _shortest([name for name in rows if name in targets], dict(zip(rows, rows, strict=True)))
+
+
+def _shortest(targets: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """Return last components of the ``names`` of ``targets`` if they are all layers of these names, otherwise
+    full names."""
+    by_last: dict[str, set[str]] = {}
+    for layer in names:
+        by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)
+    chosen = set(targets)
+    if all(layers <= chosen or not layers & chosen for layers in by_last.values()):
+        return [names[min(layers)].rpartition(".")[2] for layers in by_last.values() if layers <= chosen]
+    return [names[it] for it in targets]

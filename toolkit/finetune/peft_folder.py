@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,15 +25,17 @@ from torch import Tensor
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.finetune.parameters import IN_ATTENTION, is_added
+from toolkit.finetune.parameters import IN_ATTENTION, added_name, is_added, lora_targets
 from toolkit.finetune.peft_config import (
     PEFT_CONFIG,
     PEFT_TENSORS,
     PROMPTS,
+    expert_keys,
     peft_config,
     read_peft,
     to_peft_name,
 )
+from toolkit.finetune.peft_experts import FusedExperts, fused_experts
 from toolkit.finetune.saved_adapter import Adapter
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import hf_row_order
@@ -62,14 +65,17 @@ def open_peft(folder: Path, args: ModelArgs) -> Adapter:
         if header.options.adapter == "prefix_tuning":
             tensors = _from_prompts(file.get_tensor(PROMPTS), args)
         else:
-            keys = {name: _stored_name(name, args, file.keys()) for name in header.shapes}
-            tensors = {name: _from_peft(name, file.get_tensor(key), args) for name, key in keys.items()}
+            tensors = {}
+            for fused in header.experts:
+                if header.keys.keys() >= fused.names.keys():
+                    keys = dict.fromkeys(expert_keys([fused]).values())
+                    tensors |= _from_fused(fused, *map(file.get_tensor, keys), folder=folder)
+            for name, key in header.keys.items():
+                if name not in tensors:
+                    tensors[name] = _from_peft(name, file.get_tensor(key), args)
+            if header.options.adapter == "lora":
+                tensors = {name: _padded(it, header.shapes[name]) for name, it in tensors.items()}
     return Adapter(folder, args, header.options, tensors, base)
-
-
-def _stored_name(name: str, args: ModelArgs, keys: Sequence[str]) -> str:
-    peft_name = to_peft_name(name, args)
-    return peft_name if peft_name in keys else f"{peft_name}.weight"  # a magnitude of some versions of PEFT
 
 
 def write_peft(
@@ -115,7 +121,13 @@ def _save(adapter: Adapter, dtype: torch.dtype, path: Path, names: Sequence[str]
     if adapter.options.adapter == "prefix_tuning":
         converted = {PROMPTS: _to_prompts(tensors, args)}
     else:
-        converted = {to_peft_name(name, args): _to_peft(name, it, args) for name, it in tensors.items()}
+        converted = {}
+        targets = lora_targets(args, adapter.options) if adapter.options.adapter == "lora" else []
+        for fused in fused_experts(args, targets):
+            keys = dict.fromkeys(expert_keys([fused]).values())
+            converted |= dict(zip(keys, _to_fused(fused, tensors, adapter.options.lora.rank), strict=True))
+            tensors = {name: it for name, it in tensors.items() if name not in fused.names}
+        converted |= {to_peft_name(name, args): _to_peft(name, it, args) for name, it in tensors.items()}
     metadata = {"format": "pt"}
     if fingerprint := (adapter.base or {}).get("fingerprint"):
         metadata[_FINGERPRINT] = fingerprint
@@ -132,6 +144,56 @@ def _from_peft(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     if name.endswith(f"{IN_ATTENTION}prompt"):
         return tensor[0]
     return tensor[_order(len(tensor), args).argsort()] if _is_reordered(name, args) else tensor
+
+
+def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Append zeros to ``tensor`` up to ``shape``."""
+    missing = [
+        amount for size, found in zip(shape, tensor.shape, strict=True) for amount in (size - found, 0)
+    ]
+    return F.pad(tensor, missing[::-1]) if any(missing) else tensor
+
+
+def _to_fused(fused: FusedExperts, tensors: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """Return PEFT's A and B, in blocks, for our ``tensors`` of experts."""
+    count, a_parts, b_parts = len(fused.rows), [], []
+    for index, row in enumerate(fused.rows):
+        experts, size, columns = row.shape
+        a, b = torch.zeros(experts, rank, columns), torch.zeros(experts, size, rank)
+        if row.name in fused.adapted:
+            a, b = (tensors[added_name(row, part)] for part in ("lora_a", "lora_b"))
+        a_parts.append(a)
+        b_parts.append(F.pad(b, (index * rank, (count - 1 - index) * rank)))
+    # PEFT reshapes its A (E·R, in) to (E, R, in), and its B (out, R·E) to (out, R, E).
+    return torch.cat(a_parts, 1).flatten(0, 1), torch.cat(b_parts, 1).permute(1, 2, 0).flatten(1)
+
+
+def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, *, folder: Path) -> dict[str, Tensor]:
+    """Return our tensors of experts for PEFT's A and B.
+
+    Raises:
+        DataError: B should be block-diagonal, but is not.
+    """
+    experts, count = fused.rows[0].experts, len(fused.rows)
+    a_ERK, b_ENR = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    tensors: dict[str, Tensor] = {}
+    for index, (row, rows_ENR) in enumerate(zip(fused.rows, b_ENR.chunk(count, 1), strict=True)):
+        its_a = a_ERK
+        if fused.blocks:
+            its_a = a_ERK.chunk(count, 1)[index]
+            blocks = rows_ENR.chunk(count, 2)
+            if any(block.any() for other, block in enumerate(blocks) if other != index):
+                raise DataError(
+                    f"{folder}: the update of {fused.parameter} has rank {a_ERK.shape[1]}, of which gate and "
+                    "up do not have a half each, so the adapter has no single rank here\n"
+                    "  fix:  merge it with PEFT (merge_and_unload)"
+                )
+            rows_ENR = blocks[index]
+        tensors |= {
+            added_name(row, "lora_a"): its_a.clone(),
+            added_name(row, "lora_b"): rows_ENR.contiguous(),
+        }
+    return tensors
 
 
 def _is_reordered(name: str, args: ModelArgs) -> bool:

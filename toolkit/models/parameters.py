@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import Init, ParameterTable, head_rows
+from toolkit.models.common.parameter_table import Init, ParameterRow, ParameterTable, head_rows
 from toolkit.models.registry import spec
 
 
@@ -23,6 +23,17 @@ def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
 def linear_layers(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the weight shapes (N, K) of the blocks' linear layers, by module name."""
     return table(args).linear
+
+
+def adaptable(args: ModelArgs) -> dict[str, ParameterRow]:
+    """Return the rows of the weights that LoRA may update, by the names of its targets."""
+    return table(args).adaptable
+
+
+def block_matrices(args: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that NF4 may store, by name: those of linear layers (N, K), and of
+    stacked experts (E, N, K)."""
+    return {row.name: row.shape for row in adaptable(args).values() if not row.router}
 
 
 def parameter_count(args: ModelArgs) -> int:

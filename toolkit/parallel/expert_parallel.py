@@ -34,7 +34,8 @@ def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     dispatch = partial(exchange_rows, group=mesh.get_group())
     for module in model.modules():
         if isinstance(module, Experts):
-            distribute_parameters(module, mesh, w1=COLUMN, w2=COLUMN, w3=COLUMN)
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            distribute_parameters(module, mesh, **dict.fromkeys(names, COLUMN))
             module.dispatch = dispatch
 
 

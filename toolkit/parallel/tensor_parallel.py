@@ -107,7 +107,7 @@ ROW = ParameterPlacement(Shard(1))
 LAST = ParameterPlacement(Shard(2))
 REPLICATED = ParameterPlacement(Replicate(), Partial())
 """Placement of a replicated parameter whose gradient is a partial sum on each rank."""
-_PLACEMENTS = {"column": COLUMN, "row": ROW, "whole": REPLICATED}
+_PLACEMENTS = {"column": COLUMN, "row": ROW, "last": LAST, "whole": REPLICATED}
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
@@ -177,7 +177,8 @@ def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 
 def _experts(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard the width of every expert."""
-    distribute_parameters(module, mesh, w1=ROW, w2=LAST, w3=ROW)
+    added = _adapter_placements(module, "experts")
+    distribute_parameters(module, mesh, w1=ROW, w2=LAST, w3=ROW, **added)
 
 
 def _moe(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:

@@ -180,9 +180,13 @@ class Experts(nn.Module):
 
     def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        gate_MF = grouped_linear(rows_MD, self.w1, ends_E)
-        up_MF = grouped_linear(rows_MD, self.w3, ends_E)
-        return grouped_linear(swiglu(gate_MF, up_MF), self.w2, ends_E)
+        gate_MF = self._linear("w1", rows_MD, ends_E)
+        up_MF = self._linear("w3", rows_MD, ends_E)
+        return self._linear("w2", swiglu(gate_MF, up_MF), ends_E)
+
+    def _linear(self, name: str, x_MK: Tensor, ends_E: Tensor) -> Tensor:
+        """Multiply rows sorted by expert by the weight ``name``; see :func:`grouped_linear`."""
+        return grouped_linear(x_MK, getattr(self, name), ends_E)
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:

@@ -46,6 +46,7 @@ class ParameterRow:
             tensor_parallel: tensor-parallel style of its module, a key of
                 :data:`toolkit.parallel.tensor_parallel.STYLES`; None leaves it to the parent module.
             linear: weight of a linear layer, to which LoRA, float8, NF4 and Muon may apply.
+            router: weight of a router, to which LoRA applies only if it is named.
             rotary: head dim, if Hugging Face stores the rows of each head in another order
                 (:func:`hf_row_order`); 0 if the order is the same.
             reads: modules whose outputs its module reads, or :data:`INPUT` for the block's input; None means
@@ -65,6 +66,7 @@ class ParameterRow:
     hf: str
     tensor_parallel: str | None = "whole"
     linear: bool = False
+    router: bool = False
     rotary: int = 0
     reads: tuple[str, ...] | None = None
     buffer: bool = False
@@ -230,8 +232,9 @@ def moe_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
                 buffer=True)
         )  # fmt: skip
     gate = ParameterRow(
-        "moe.router.gate.weight", (experts, dim), into_residual, "mlp.gate.weight", reads=("ffn_norm",)
-    )
+        "moe.router.gate.weight", (experts, dim), into_residual, "mlp.gate.weight", router=True,
+        reads=("ffn_norm",),
+    )  # fmt: skip
     up = ParameterRow(
         "moe.experts.w1", (experts, ffn, dim), drawn, "mlp.experts.{}.gate_proj.weight", "experts",
         reads=("ffn_norm", "moe.router.gate"), experts=experts, chosen=moe.top_k,
@@ -325,6 +328,13 @@ class ParameterTable(Mapping[str, ParameterRow]):
     def linear(self) -> dict[str, tuple[int, ...]]:
         """Shapes (N, K) of the weights of linear layers, by layer name."""
         return {row.module: row.shape for row in self.values() if row.linear}
+
+    @cached_property
+    def adaptable(self) -> dict[str, ParameterRow]:
+        """Weights that LoRA may update, by the name of their layer, or of the weight itself if experts are
+        stacked in it."""
+        rows = (row for row in self.values() if row.linear or row.router or row.experts)
+        return {row.name if row.experts else row.module: row for row in rows}
 
     @property
     def parameters(self) -> int:

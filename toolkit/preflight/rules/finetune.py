@@ -14,6 +14,7 @@ from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
+    EXPERTS,
     all_shapes,
     describe_trained,
     hf_linear_names,
@@ -27,7 +28,7 @@ from toolkit.finetune.saved_options import differences, saved_options
 from toolkit.models.common.parameter_table import EMBEDDING
 from toolkit.models.from_config import weights_folder
 from toolkit.models.on_disk import read_hf_config
-from toolkit.models.parameters import is_classifier_head, linear_layers, parameter_shapes
+from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _SHOWN = 8
@@ -40,14 +41,14 @@ _ROTATE = "parallelism.context_parallel_rotate_method"
 
 @rule()
 def lora_has_targets(run: PlannedRun) -> list[Problem]:
-    """Check that each of LoRA's targets is a linear layer of the blocks."""
+    """Check that each of LoRA's targets is a linear layer of the blocks, or experts."""
     options = run.config.finetune
     unused = options.adapter != "lora" and run.config.origin(_TARGETS) == DEFAULT
     if run.model is None or unused:
         return []
-    args, layers = run.model, linear_layers(run.model)
-    last = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-    names = [*last, *(hf_linear_names(args)[name] for name in last), ALL_LINEAR]
+    args = run.model
+    names = [name for pair in zip(*hf_linear_names(args).items(), strict=True) for name in pair]
+    names = [*dict.fromkeys(names), *([EXPERTS] if args.moe else []), ALL_LINEAR]
     patterns = options.lora.target_modules
     if not patterns:
         return [run.problem(_TARGETS, "LoRA needs at least one target", f"use some of {', '.join(names)}")]
@@ -82,14 +83,30 @@ def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
     options = run.config.finetune
     if options.adapter != "lora" or run.model is None:
         return []
-    shapes, rank = parameter_shapes(run.model), options.lora.rank
-    sides = {module: min(shapes[f"{module}.weight"]) for module in lora_targets(run.model, options)}
+    rows, rank = adaptable(run.model), options.lora.rank
+    sides = {rows[it].name: min(rows[it].shape[-2:]) for it in lora_targets(run.model, options)}
     least = min(sides, key=sides.__getitem__, default=None)
     if least is None or rank <= (smallest := sides[least]):
         return []
-    rule = f"the smallest dimension of {least}.weight is {smallest}: a larger rank has no benefit"
+    rule = f"the smallest dimension of {least} is {smallest}: a larger rank has no benefit"
     fix = f"set finetune.lora.rank to at most {smallest}; 8 to 64 is common"
     return [run.problem("finetune.lora.rank", rule, fix, _TARGETS, "finetune.adapter")]
+
+
+@rule()
+def dora_has_no_experts(run: PlannedRun) -> list[Problem]:
+    """Reject DoRA of experts."""
+    options = run.config.finetune
+    if options.adapter != "lora" or not options.lora.use_dora or run.model is None:
+        return []
+    rows = adaptable(run.model)
+    experts = [it for it in lora_targets(run.model, options) if rows[it].experts]
+    if not experts:
+        return []
+    key = "finetune.lora.use_dora"
+    rule = f"experts have no magnitudes, and {_TARGETS} has {experts[0]}"
+    fix = f'set it to false, or {_TARGETS} = ["wq", "wk", "wv", "wo"]'
+    return [run.problem(key, rule, fix, _TARGETS)]
 
 
 @rule()

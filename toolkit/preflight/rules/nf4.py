@@ -6,21 +6,28 @@ import math
 
 from toolkit.config.name_patterns import matches_any
 from toolkit.errors import Problem, divisors, first_few, join_or
-from toolkit.finetune.parameters import NF4_BLOCK, all_shapes, trained_names
+from toolkit.finetune.parameters import NF4_BLOCK, trained_names
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.parameters import linear_layers
+from toolkit.models.parameters import block_matrices
 from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 
 _KEY = "finetune.lora.quantize_base"
 _TP = "parallelism.tensor_parallel_degree"
+_EXPERTS = "the width of experts"
 _BITS = 8 * (NF4_BLOCK // 2 + 4) / NF4_BLOCK
 
 
 def _rows(args: ModelArgs) -> dict[str, int]:
-    """Return the row length of each kind of linear layer, by its config name."""
-    rows = {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.v_head_dim, "ffn_dim": args.ffn_dim}
+    """Return the row length of each kind of linear layer and experts, by its config name."""
+    rows, moe = {"dim": args.dim, "n_heads * head_dim": args.n_heads * args.v_head_dim}, args.moe
     if mla := args.mla:
         rows |= {"kv_lora_rank": mla.kv_lora_rank, "q_lora_rank": mla.q_lora_rank}
+    if moe is None or not all(map(moe.has_experts, range(args.n_layers))):
+        rows["ffn_dim"] = args.ffn_dim
+    if moe is not None:
+        rows[_EXPERTS] = moe.ffn_dim
+        if moe.num_shared_experts:
+            rows["the width of shared experts"] = moe.ffn_dim * moe.num_shared_experts
     return rows
 
 
@@ -47,7 +54,10 @@ def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
         rule = f"{NF4_BLOCK} elements of a row share a scale, but {first_few(broken, 3)} is not a multiple"
         return [run.problem(_KEY, rule, 'set it to "none", or use another model size')]
     tp = run.config.parallelism.tensor_parallel_degree
-    cut = {name: size for name, size in rows.items() if name in ("n_heads * head_dim", "ffn_dim")}
+    whole = {"dim", "kv_lora_rank", "q_lora_rank"}
+    if run.config.parallelism.expert_parallel_degree > 1:
+        whole.add(_EXPERTS)
+    cut = {name: size for name, size in rows.items() if name not in whole}
     if all(size % (NF4_BLOCK * tp) == 0 for size in cut.values()):
         return []
     broken = [f"{name} = {size}" for name, size in cut.items() if size % (NF4_BLOCK * tp)]
@@ -65,7 +75,7 @@ def quantized_is_frozen(run: PlannedRun) -> list[Problem]:
     options = run.config.finetune
     if not options.quantizes or run.model is None:
         return []
-    weights = {f"{layer}.weight" for layer in linear_layers(run.model)}
+    weights = set(block_matrices(run.model))
     asked = sorted(trained_names(weights, run.model, options))
     pattern = next((it for it in options.trainable if asked and matches_any(asked[0], [it])), None)
     if pattern is None:
@@ -81,8 +91,7 @@ def quantized_notes(run: PlannedRun) -> list[str]:
     options = run.config.finetune
     if not options.quantizes or run.model is None:
         return []
-    shapes = all_shapes(run.model, options)
-    elements = sum(math.prod(shapes[f"{layer}.weight"]) for layer in linear_layers(run.model))
+    elements = sum(map(math.prod, block_matrices(run.model).values()))
     size = elements * _BITS / 8
     return [
         f"{_KEY}: {elements:,} frozen parameters are stored in {_BITS:g} bits each, {size / 2**30:.2f} GiB "
