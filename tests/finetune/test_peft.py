@@ -50,6 +50,9 @@ def test_peft_reads_what_is_written(kind: str, tmp_path: Path) -> None:
     assert (logits(build(ARGS, torch.float32)) - expected).abs().max() > 0.05 * expected.abs().max()
 
 
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

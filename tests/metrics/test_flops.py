@@ -123,7 +123,7 @@ def test_what_is_frozen_has_fewer(name):
 @pytest.mark.parametrize(
     ("name", "args"),
     [(name, args) for name in ("all", "not the head", "lora") for args in (MOE, LATENT)]
-    # The gradients of rank 1, which are not counted, are 3.1% of so small a model with latent vectors.
+    # What rank 1 adds is not counted: 3.1% of so small a model with latent vectors.
     + [("lora of all layers", MOE)],
 )
 def test_experts_have_the_flops_that_torch_counts(name, args):
