@@ -120,6 +120,6 @@ def _readable(values: dict[str, Any], mla: MLAArgs) -> dict[str, Any]:
         str(it).partition(".")[2].startswith("Deepseek") for it in code.values()
     ):
         del values["auto_map"]
-    if isinstance(quantized, dict) and _FP8.items() <= {key: it for key, it in quantized.items()}.items():
+    if isinstance(quantized, dict) and _FP8.items() <= quantized.items():
         del values["quantization_config"]
     return values
