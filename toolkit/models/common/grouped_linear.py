@@ -18,9 +18,9 @@ def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply the rows that belong to expert e, those up to ``ends_E[e]`` (int32), by its weight. Returns
     (M, N).
 
-    On CUDA in bf16, torch's grouped_mm reads the ends on the device, so the host need not wait for them; other
-    widths than multiples of 8, such as the rank of an adapter, are padded by copies. Elsewhere a loop runs
-    one matmul for each expert that has rows; on CPU it is as fast, and grouped_mm has no fp64.
+    On CUDA in bf16, torch's grouped_mm reads the ends on the device, so the host does not wait. Widths that
+    are not multiples of 8, such as an adapter's rank, are padded by copies. Elsewhere a loop runs one matmul
+    for each expert that has rows; on CPU it is as fast, and grouped_mm has no fp64.
     """
     if x_MK.is_cuda and x_MK.dtype == torch.bfloat16:
         width, (more_n, more_k) = weight_ENK.shape[1], (-size % _ALIGNMENT for size in weight_ENK.shape[1:])
