@@ -39,6 +39,11 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
 }
 
 
+def is_expert_parallel(group: dist.ProcessGroup) -> bool:
+    """Report whether ``group`` is that of expert parallelism; tp or cp may have a group of the same ranks."""
+    return group.group_desc == "mesh_ep"
+
+
 @dataclass(frozen=True)
 class Exchange:
     """Communication of ``bytes`` (of full tensors) by ``operation`` ("all_gather", "reduce_scatter",
@@ -80,6 +85,7 @@ class _Traffic(TorchDispatchMode):
         elif func.namespace == "_c10d_functional" and name in FUNCTIONAL:
             operation, where = FUNCTIONAL[name]
             group = resolve_process_group(args[-1])
+            operation = "all_to_all" if is_expert_parallel(group) else operation
             self._add(operation, group, result if where is None else args[where], functional=True)
         return result
 
@@ -88,7 +94,9 @@ class _Traffic(TorchDispatchMode):
         # A schedule's first transfers set up connections between neighbors with a single element.
         if len(ranks) == 1 or (operation == "send" and whole.numel() == 1):
             return
-        if functional:
+        if is_expert_parallel(group):
+            dimension = "ep"
+        elif functional:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), WORLD)
         elif operation == "send":
             dimension = "pp"
