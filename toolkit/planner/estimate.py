@@ -204,16 +204,16 @@ def _estimate_rank(
         near: Sequence[Sizes] = (),
         summed: float = 0.0,
         activations: float = saved,
-        end: bool = False,
+        end: float = 0.0,
     ) -> dict[str, float]:
-        """Return the memory while ``near`` are gathered and the gradients of ``summed`` elements are
-        reduced."""
+        """Return the memory while ``near`` are gathered, the gradients of ``summed`` elements are reduced, and
+        the fraction ``end`` of all gradients is stored."""
         of_step = micro_batches > 1 and not whole
         early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
         gathered = sum(it.gathered_bytes for it in (every if stays_gathered else near))
         return {
             "parameters": parameters,
-            "gradients": gradients if of_step or (end and not whole and not early) else 0.0,
+            "gradients": gradients * (1.0 if of_step else 0.0 if whole or early else end),
             "optimizer state": state,
             "activations": activations,
             "received": hidden * received,
@@ -223,18 +223,22 @@ def _estimate_rank(
         }
 
     before_head = partial(moment, activations=without_head)
-    moments = [moment(embedding.backward_bytes, summed=reduced(embedding.trained), activations=0.0, end=True)]
+    moments = [moment(embedding.backward_bytes, summed=reduced(embedding.trained), activations=0.0, end=1.0)]
     following = reduced(max(block.others.trained, head.trained if head in ends else 0))
     if block.experts.elements:  # a unit of its own, reduced before the rest of the block
         left = max(0, block.backward_bytes - itemsize * block.experts.trained)
         summed = reduced(block.experts.trained, layout.expert_fsdp)
         moments += [
-            before_head(block.forward_bytes, near=[block, block]),
+            before_head(max(0, block.forward_bytes - block.saved_bytes), near=[block, block]),
             before_head(block.backward_bytes, near=[block, block.others], summed=following),
             before_head(left, near=[block.others], summed=summed),
         ]
     else:
         moments.append(before_head(block.backward_bytes, near=[block, block], summed=following))
+    if blocks:  # the first block's backward, after those of all others
+        near, kept = [block, block.others if block.experts.elements else block], blocks[0].saved_bytes
+        of_others = 1 - 1 / len(blocks)
+        moments.append(moment(block.backward_bytes, near=near, summed=following, activations=kept, end=of_others))
     if head in ends:
         moments.append(before_head(head.forward_bytes, near=[head, block]))
         moments.append(moment(head.backward_bytes, near=[head, block]))
