@@ -238,7 +238,7 @@ def test_the_longer_of_flops_and_bytes(tmp_path: Path) -> None:
 def test_gathers_hide_behind_the_unit_before() -> None:
     def unit(gather: float, reduce: float) -> Any:
         done = Pass(2.0, {})
-        return UnitTime(done, done, gather, reduce, 0.0, True, 1)
+        return UnitTime(done, done, gather, reduce, 0.0, True, 1, 1.0)
 
     units = [unit(1, 1), unit(3, 1), unit(1, 4)]
     assert exposed_gathers(units) == 1 + (3 - 2) + 0
@@ -250,7 +250,7 @@ def test_gathers_hide_behind_the_unit_before() -> None:
 
 def test_gradients_of_micro_batches_are_added_up(tmp_path: Path) -> None:
     rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 4, 1, 1), MACHINE, "bfloat16")
-    units = [UnitTime(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9)]
+    units = [UnitTime(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9, 10**9 / 4)]
 
     def seconds(count: int, *, whole: bool, gradient: int = 2) -> float:
         return accumulation(units, rates, count, whole=whole, gradient=gradient, reduced=4).compute
