@@ -21,7 +21,7 @@ from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.allocations import Allocations, fsdp_functions, storage_tensor, track_memory
 from toolkit.planner.fake_step import fake_run
 from toolkit.planner.memory import gathered_dtype, gathered_elements
-from toolkit.planner.traffic import FUNCTIONAL, is_expert_parallel
+from toolkit.planner.traffic import FUNCTIONAL, is_of_experts
 from toolkit.planner.work import Collective, Costs, Kind, ModuleCost, Operation, Sizes, Work
 
 _MODULES = {  # modules of each part, and the moment after their forward
@@ -145,11 +145,10 @@ class Operations(Allocations):
         self._end_chain()
         self._end_collective(waits=False)
         operation, place = FUNCTIONAL[name]
-        group = resolve_process_group(args[-1])
-        ranks = dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(resolve_process_group(args[-1]))
         if len(ranks) > 1:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), "world")
-            if is_expert_parallel(group):
+            if is_of_experts(name, args):
                 dimension, operation = "ep", "all_to_all"
             whole = result if place is None else args[place]
             self._pending = (phase, (dimension, operation, float(_bytes(whole))))

@@ -22,6 +22,7 @@ from toolkit.planner.allocations import fsdp_functions
 from toolkit.planner.fake_step import fake_run, micro_batches
 
 WORLD = "world"
+_OF_EXPERTS = "all_to_all of experts"
 
 # Operation, and the index of the full tensor among the arguments; None means the result.
 _C10D: dict[str, tuple[str, int]] = {
@@ -39,9 +40,10 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
 }
 
 
-def is_expert_parallel(group: dist.ProcessGroup) -> bool:
-    """Report whether ``group`` is that of expert parallelism; tp or cp may have a group of the same ranks."""
-    return group.group_desc == "mesh_ep"
+def is_of_experts(name: str, args: Any) -> bool:
+    """Report whether the functional collective ``name`` is an all-to-all of expert parallelism: it sends to
+    several ranks, and ring attention's to one. Their groups may have the same ranks."""
+    return name == "all_to_all_single" and sum(map(bool, args[1])) > 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class _Traffic(TorchDispatchMode):
         elif func.namespace == "_c10d_functional" and name in FUNCTIONAL:
             operation, where = FUNCTIONAL[name]
             group = resolve_process_group(args[-1])
-            operation = "all_to_all" if is_expert_parallel(group) else operation
+            if is_of_experts(name, args):
+                operation = _OF_EXPERTS
             self._add(operation, group, result if where is None else args[where], functional=True)
         return result
 
@@ -94,8 +97,8 @@ class _Traffic(TorchDispatchMode):
         # A schedule's first transfers set up connections between neighbors with a single element.
         if len(ranks) == 1 or (operation == "send" and whole.numel() == 1):
             return
-        if is_expert_parallel(group):
-            dimension = "ep"
+        if operation == _OF_EXPERTS:
+            dimension, operation = "ep", "all_to_all"
         elif functional:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), WORLD)
         elif operation == "send":
