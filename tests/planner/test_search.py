@@ -79,7 +79,7 @@ _EXPERTS = """--model.name qwen3_moe --model.flavor debugmodel --model.n_layers 
 EXPERTS = {
     "ep": f"{_EXPERTS} {_EP} 2 --activation_checkpoint.mode none",
     "ep full": f"{_EXPERTS} {_EP} 4 --activation_checkpoint.mode full",
-    "ep op tp": f"{_EXPERTS} {_EP} 4 --parallelism.tensor_parallel_degree 2",
+    "ep op tp": f"{_EXPERTS} {_EP} 4 {LAYOUTS['tp op']}",
     "ep cp": f"{_EXPERTS} {_EP} 4 --parallelism.context_parallel_degree 2 --activation_checkpoint.mode none",
     "ep pp": f"{_EXPERTS} {_EP} 2 --parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode full",
     "replicas": f"{_EXPERTS} {_EP} 2 --parallelism.data_parallel_replicate_degree 2",

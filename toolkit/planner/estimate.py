@@ -97,7 +97,13 @@ def estimate(
     cp = 1 if whole else layout.cp
     plain, recomputed = (
         costs(
-            config, args, tp=layout.tp, cp=cp, ep=layout.ep, rows=rows, checkpointed=mode,
+            config,
+            args,
+            tp=layout.tp,
+            cp=cp,
+            ep=layout.ep,
+            rows=rows,
+            checkpointed=mode,
             param_dtype=param_dtype,
         )  # fmt: skip
         for mode in (False, config.activation_checkpoint.mode != "none")
@@ -206,8 +212,8 @@ def _estimate_rank(
         activations: float = saved,
         end: float = 0.0,
     ) -> dict[str, float]:
-        """Return the memory while ``near`` are gathered, the gradients of ``summed`` elements are reduced, and
-        the fraction ``end`` of all gradients is stored."""
+        """Return the memory while ``near`` are gathered, gradients of ``summed`` elements are reduced, and the
+        fraction ``end`` of all gradients is stored."""
         of_step = micro_batches > 1 and not whole
         early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
         gathered = sum(it.gathered_bytes for it in (every if stays_gathered else near))
@@ -237,8 +243,8 @@ def _estimate_rank(
         moments.append(before_head(block.backward_bytes, near=[block, block], summed=following))
     if blocks:  # the first block's backward, after those of all others
         near, kept = [block, block.others if block.experts.elements else block], blocks[0].saved_bytes
-        of_others = 1 - 1 / len(blocks)
-        moments.append(moment(block.backward_bytes, near=near, summed=following, activations=kept, end=of_others))
+        end = 1 - 1 / len(blocks)
+        moments.append(moment(block.backward_bytes, near=near, summed=following, activations=kept, end=end))
     if head in ends:
         moments.append(before_head(head.forward_bytes, near=[head, block]))
         moments.append(moment(head.backward_bytes, near=[head, block]))
