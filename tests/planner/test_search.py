@@ -73,6 +73,46 @@ def test_the_estimate_is_near_a_fake_step(layout: str) -> None:
     assert found.bytes == pytest.approx(peak, rel=0.05)
 
 
+_EP = "--parallelism.expert_parallel_degree"
+_EXPERTS = """--model.name qwen3_moe --model.flavor debugmodel --model.n_layers 4 --model.dim 512
+--training.seq_len 512 --training.global_batch_size 8 --training.local_batch_size 1"""
+EXPERTS = {
+    "ep": f"{_EXPERTS} {_EP} 2 --activation_checkpoint.mode none",
+    "ep full": f"{_EXPERTS} {_EP} 4 --activation_checkpoint.mode full",
+    "ep op tp": f"{_EXPERTS} {_EP} 4 {LAYOUTS['tp op']}",
+    "ep cp": f"{_EXPERTS} {_EP} 4 --parallelism.context_parallel_degree 2 --activation_checkpoint.mode none",
+    "ep pp": f"{_EXPERTS} {_EP} 2 --parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode full",
+    "replicas": f"{_EXPERTS} {_EP} 2 --parallelism.data_parallel_replicate_degree 2",
+    "dense first": "--model.name deepseek_v3 --model.flavor debugmodel --model.n_layers 5 --model.dim 512 "
+    f"--training.seq_len 512 --training.global_batch_size 8 --training.local_batch_size 1 {_EP} 2",
+}
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_the_estimate_of_experts_is_near_a_fake_step(layout: str) -> None:
+    config, args = configured(EXPERTS[layout])
+    if layout == "dense first":
+        assert args.moe
+        args = replace(args, moe=replace(args.moe, first_dense=3))
+    mesh, dtype = degrees(config.parallelism, 8), torch.bfloat16
+    assert mesh
+    found = estimate(config, args, mesh, state_bytes(config, args, dtype), dtype)
+    rank = found.rank * (8 // mesh.pp)
+    peak = step_memory(config, args, mesh, rank, param_dtype=dtype, target="cuda").peak
+    assert found.bytes == pytest.approx(peak, rel=0.05)
+
+
+def test_degrees_of_experts_are_searched_unless_blocks_are_compiled() -> None:
+    flags = f"{_EXPERTS} --activation_checkpoint.mode none"
+    for compiled in ("", " --compile.enable"):
+        config, args = configured(flags + compiled)
+        found = search(config, args, 2, H100, param_dtype=torch.bfloat16, top=100)
+        tried = {it.layout.ep for it in found.ranked}
+        assert tried == ({1} if compiled else {1, 2})
+        assert all(it.config.parallelism.expert_parallel_degree == it.layout.ep for it in found.ranked)
+        assert compiled or any("ep" in it.time.exposed for it in found.ranked if it.time)
+
+
 def test_inputs_of_blocks_that_wait_on_the_host_take_no_room() -> None:
     flags = f"{_ONE_B} --training.seq_len 8192 --activation_checkpoint.mode full"
     peaks = []

@@ -84,6 +84,9 @@ def test_matmuls_of_experts_are_the_flops_of_the_chosen_ones(tmp_path: Path, nam
     # Every rank of tp makes the latent vectors.
     latent = [row.size for row in table(args).values() if row.linear and row.tensor_parallel == "whole"]
     expected += (tp - 1) * 6 * sum(latent) * 2 * 64
+    # Backward has as many as two forwards, in each block.
+    for block in (pieces.first, pieces.block):
+        assert block.backward.flops("matmul") == pytest.approx(2 * block.forward.flops("matmul"), rel=0.02)
     # Norms are counted there, and the sum of a token's outputs is a matmul here.
     assert (blocks + products(pieces.head)) * tp == pytest.approx(expected, rel=0.02)
 
@@ -118,6 +121,24 @@ def test_tensor_parallelism_sends_what_the_formula_says(tmp_path: Path) -> None:
             sent = {it.operation: it.count * it.bytes for it in work.collectives if it.bytes == hidden}
             assert sent == {"all_gather": gathers * hidden, "reduce_scatter": 2 * hidden}
             assert all(it.waits and it.dimension == "tp" for it in work.collectives)
+
+
+def test_experts_of_ep_are_sent_rows_and_shard_weights(tmp_path: Path) -> None:
+    model = {"name": "qwen3_moe", "flavor": "debugmodel", "dim": 64, "n_heads": 4, "ffn_dim": None}
+    config, args = planned(tmp_path, model=model, training={"seq_len": 64})
+    assert args.moe
+    whole, block = (
+        costs(config, args, tp=1, cp=1, ep=ep, rows=2, checkpointed=False, param_dtype=torch.bfloat16).block
+        for ep in (1, 4)
+    )
+    assert whole.experts.elements == 0 and whole.others.elements == whole.elements
+    assert block.experts.elements == 3 * args.moe.ffn_dim * args.dim * args.moe.num_experts // 4
+    assert whole.elements - block.elements == 3 * block.experts.elements
+    rows = 2 * 64 * args.moe.top_k * args.dim * 2
+    for work in (block.forward, block.backward):
+        sent = [(it.operation, it.bytes, it.count) for it in work.collectives if it.dimension == "ep"]
+        assert [it for it in sent if it[1] > 1000] == [("all_to_all", rows, 2)]
+    assert products(block) == pytest.approx(products(whole), rel=0.01)
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks(tmp_path: Path) -> None:
@@ -206,11 +227,16 @@ def test_a_pipeline_waits_for_what_is_gathered_and_reduced() -> None:
         ("dp_shard", "all_gather", 400 * 15 / 16 / 20),  # two of a group on a machine, each with an adapter
         ("dp_replicate", "all_reduce", 2 * 400 / 2 / 10),
         ("pp", "send", 400 / 10),
+        ("ep 4", "all_to_all", 400 * 3 / 4 / 100),
+        ("ep 16", "all_to_all", 400 / 2 / 10),  # half of it to the other machine
+        ("expert_fsdp of ep 16", "all_gather", 400 * 3 / 4 / 10),
     ],
 )
 def test_links(tmp_path: Path, dimension: str, operation: str, seconds: float) -> None:
     config = small_config(tmp_path)
-    rates = Rates(config, ParallelDims(pp=2, dp_replicate=2, dp_shard=8, cp=2, tp=4), MACHINE, "bfloat16")
+    dimension, ep = dimension.split()[0], int(dimension.split()[-1]) if " " in dimension else 1
+    mesh = ParallelDims(pp=2, dp_replicate=2, dp_shard=8, cp=2, tp=4, ep=ep)
+    rates = Rates(config, mesh, MACHINE, "bfloat16")
     assert rates.send(dimension, operation, 400) == pytest.approx(seconds)
 
 
@@ -238,7 +264,7 @@ def test_the_longer_of_flops_and_bytes(tmp_path: Path) -> None:
 def test_gathers_hide_behind_the_unit_before() -> None:
     def unit(gather: float, reduce: float) -> Any:
         done = Pass(2.0, {})
-        return UnitTime(done, done, gather, reduce, 0.0, True, 1)
+        return UnitTime(done, done, gather, reduce, 0.0, True, 1, 1.0)
 
     units = [unit(1, 1), unit(3, 1), unit(1, 4)]
     assert exposed_gathers(units) == 1 + (3 - 2) + 0
@@ -250,7 +276,7 @@ def test_gathers_hide_behind_the_unit_before() -> None:
 
 def test_gradients_of_micro_batches_are_added_up(tmp_path: Path) -> None:
     rates = Rates(small_config(tmp_path), ParallelDims(1, 1, 4, 1, 1), MACHINE, "bfloat16")
-    units = [UnitTime(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9)]
+    units = [UnitTime(Pass(1.0, {}), Pass(1.0, {}), 0.0, 0.0, 0.0, True, 10**9, 10**9 / 4)]
 
     def seconds(count: int, *, whole: bool, gradient: int = 2) -> float:
         return accumulation(units, rates, count, whole=whole, gradient=gradient, reduced=4).compute

@@ -57,6 +57,17 @@ def test_a_step_sends_what_the_formulas_say(layout: str, times: int, tmp_path: P
         assert found == expected
 
 
+@pytest.mark.parametrize("layout", ["shard2 ep2 moe aux", "tp2 ep2 moe aux-seq", "cp2 ep2 ring moe aux-seq"])
+def test_all_to_alls_of_experts_are_of_ep(layout: str, tmp_path: Path) -> None:
+    """Beside tp or ring attention on the same ranks too, which is a group of the whole world."""
+    [sent] = mesh_runs.planned(tmp_path, layout, [0])
+    [of_experts] = [it for it in sent if it.operation == "all_to_all"]
+    assert of_experts.dimension == "ep" and of_experts.ranks == (0, 1)
+    assert of_experts.sent_bytes == of_experts.bytes / 2
+    assert all(it.dimension != "ep" for it in sent if it is not of_experts)
+    assert any(it.dimension == "cp" and it.operation == "send" for it in sent) == ("ring" in layout)
+
+
 def test_a_simulated_block_can_be_recomputed_twice(tmp_path: Path) -> None:
     """A split backward recomputes a block twice, which torch allows only if it is compiled."""
     compiled, plain = (

@@ -28,6 +28,11 @@ class ParallelDims:
         """Data-parallel degree: number of shards of a global batch."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def expert_fsdp(self) -> int:
+        """Number of ranks over which FSDP shards experts under expert parallelism."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
     def __str__(self) -> str:
         sizes = [(name, getattr(self, name)) for name in (*DEGREES, "ep")]
         shown = [f"{name} {size}" for name, size in sizes if size > 1]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import TorchDispatchMode, backward_task, local_tensor, tree_iter, watch_resizes
 from toolkit.distributed.dtensor import clean_name, local
+from toolkit.models.common.block_output import BlockOutput
 
 _FSDP = "/fsdp/_fully_shard/"
 _DEPTH = 30
@@ -222,6 +223,7 @@ def _record_moments(module: nn.Module, name: str, tracker: Allocations) -> Itera
             tracker.moment = f"forward of {name}"
 
     def output(_: Any, __: Any, result: Any) -> None:
+        result = result.hidden if isinstance(result, BlockOutput) else result
         if isinstance(result, Tensor) and result.requires_grad and backward_task() == -1:
             result.register_hook(backward)
 

@@ -1,12 +1,14 @@
 """Measure the costs of the embedding, the blocks and the head: forward, backward and recomputation.
 
 They are recorded in a fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on tp × cp
-ranks. The first block is measured separately, because possibly nothing before it is trained. The costs for
-any depth, pipeline and data-parallel degree follow from these.
+ranks, and for expert parallelism as many of dp_shard as it needs. The first block is measured separately,
+because possibly nothing before it is trained; in a model whose first blocks are dense, it represents them.
+The costs for any depth, pipeline and data-parallel degree follow from these.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +38,10 @@ def costs(
     rows: int,
     checkpointed: bool,
     param_dtype: torch.dtype,
+    ep: int = 1,
 ) -> Costs:
     """Return the costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, cached per case.
+    Experts are divided over ``ep`` ranks, with equal loads.
 
     If ``checkpointed``, blocks are checkpointed as configured; embedding and head never are. Nothing is
     compiled, and attention is SDPA. Must be called without a process group.
@@ -45,7 +49,8 @@ def costs(
     Raises:
         ConfigError: only some of the blocks are trained.
     """
-    probe = _probe_config(config, args, tp=tp, cp=cp, rows=rows, checkpointed=checkpointed)
+    layout = ParallelDims(1, 1, ep // math.gcd(ep, tp * cp), cp, tp, ep)
+    probe = _probe_config(config, layout, rows=rows, checkpointed=checkpointed)
     case = probe.model_dump_json(
         include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
     )
@@ -53,15 +58,22 @@ def costs(
     key = f"{param_dtype} {two} {case}"
     if key not in _CACHE:
         check_uniform_blocks(args, config.finetune)
-        _CACHE[key] = measure_costs(probe, two, ParallelDims(1, 1, 1, cp, tp), param_dtype)
+        _CACHE[key] = measure_costs(probe, two, layout, param_dtype)
     return _CACHE[key]
 
 
 def few_blocks(args: ModelArgs, n_layers: int, *, dense: int = 1) -> ModelArgs:
     """Return the model with ``n_layers`` blocks that represent all: if it has experts, so have its blocks
-    after the first ``dense`` ones. Later dense blocks count as ones with experts."""
+    after the first ``dense`` ones."""
     moe = args.moe and replace(args.moe, first_dense=min(args.moe.first_dense, dense))
     return replace(args, n_layers=n_layers, moe=moe)
+
+
+def is_dense(args: ModelArgs, module: str) -> bool:
+    """Report whether ``module`` is a block without experts, in a model that begins with such a block."""
+    if not args.moe or args.moe.has_experts(0) or not module.startswith("layers."):
+        return False
+    return not args.moe.has_experts(int(module.removeprefix("layers.")))
 
 
 def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
@@ -98,10 +110,8 @@ def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
     return range(0, blocks, int(options.selective_ac_option) if by_stride else 1)
 
 
-def _probe_config(
-    config: Config, args: ModelArgs, *, tp: int, cp: int, rows: int, checkpointed: bool
-) -> Config:
-    """Return a config of one micro-batch whose modules have the same costs as those of ``config``."""
+def _probe_config(config: Config, layout: ParallelDims, *, rows: int, checkpointed: bool) -> Config:
+    """Return a config of one micro-batch on ``layout`` whose modules have the same costs as those of ``config``."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     kept: dict[str, Any] = {
         name: getattr(parallelism, name)
@@ -111,13 +121,13 @@ def _probe_config(
             "context_parallel_load_balancer",
         )
     }
-    ring = uses_ring(parallelism, device="cuda", documents=False) and cp > 1
+    ring = uses_ring(parallelism, device="cuda", documents=False) and layout.cp > 1
     mode = checkpointing.mode if checkpointed else "none"
     if mode == "memory_budget":  # chooses by the cost of recomputation, like "op"
         mode, option = "selective", "op"
     else:
         option = checkpointing.selective_ac_option if checkpointed and checkpointing.by_operator else "1"
-    sizes = {"local_batch_size": rows, "global_batch_size": rows, "steps": 1}
+    sizes = {"local_batch_size": rows, "global_batch_size": rows * layout.dp, "steps": 1}
     if mode != "none":  # only blocks are measured, and an unchunked head takes half the time
         sizes["loss_chunk_tokens"] = 0
     return config.model_copy(
@@ -125,8 +135,9 @@ def _probe_config(
             "model": Model(attention="sdpa"),
             "training": config.training.model_copy(update=sizes),
             "parallelism": Parallelism(
-                tensor_parallel_degree=tp,
-                context_parallel_degree=cp,
+                tensor_parallel_degree=layout.tp,
+                context_parallel_degree=layout.cp,
+                expert_parallel_degree=layout.ep,
                 context_parallel_rotate_method="alltoall" if ring else "allgather",
                 **kept,
             ),

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
@@ -17,9 +18,9 @@ from toolkit.config.parallelism import Parallelism
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
-from toolkit.planner.costs import checkpointed_blocks, costs, few_blocks
+from toolkit.planner.costs import checkpointed_blocks, costs, few_blocks, is_dense
 from toolkit.planner.pipeline import orders
-from toolkit.planner.work import BYTES, Costs, ModuleCost
+from toolkit.planner.work import BYTES, Costs, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,16 @@ def estimate(
     rows, _ = samples(config, layout)
     cp = 1 if whole else layout.cp
     plain, recomputed = (
-        costs(config, args, tp=layout.tp, cp=cp, rows=rows, checkpointed=mode, param_dtype=param_dtype)
+        costs(
+            config,
+            args,
+            tp=layout.tp,
+            cp=cp,
+            ep=layout.ep,
+            rows=rows,
+            checkpointed=mode,
+            param_dtype=param_dtype,
+        )  # fmt: skip
         for mode in (False, config.activation_checkpoint.mode != "none")
     )
     # The rank with the most micro-batches in flight, the one with the most blocks, and the one with the head.
@@ -152,76 +162,94 @@ def _estimate_rank(
     else:
         module_names = ["tok_embeddings", *(f"layers.{index}" for index in range(args.n_layers)), "output"]
         alive, received = 1.0, 0
-    blocks = sum(name.startswith("layers.") for name in module_names)
+    layers = [name for name in module_names if name.startswith("layers.")]
+    checkpointed = checkpointed_blocks(config.activation_checkpoint, len(layers))
+    blocks = []
+    for index, name in enumerate(layers):
+        side = recomputed if index in checkpointed else plain
+        blocks.append(side.first if is_dense(args, name) else side.block)
     embedding, head = plain.embedding, plain.head
     if args.tie_embeddings and layout.pp > 1:  # the last stage has a copy
         table = {name: getattr(embedding, name) for name in ("elements", "trained", "gathered_bytes")}
         head = replace(head, **table)
     ends = [it for name, it in (("tok_embeddings", embedding), ("output", head)) if name in module_names]
+    shards = layout.dp_shard * layout.cp
     parameters, gradients, state = (
-        (of_block * blocks * plain.block.elements + of_ends * sum(it.elements for it in ends))
-        / (layout.dp_shard * layout.cp)
+        of_block * (sum(it.others.elements for it in blocks) / shards)
+        + of_block * (sum(it.experts.elements for it in blocks) / layout.expert_fsdp)
+        + of_ends * (sum(it.elements for it in ends) / shards)
         for of_block, of_ends in zip(stored.block, stored.ends, strict=True)
     )
     if training.enable_cpu_offload:
         parameters = gradients = state = 0.0
-    checkpointed = len(checkpointed_blocks(config.activation_checkpoint, blocks))
     saved_by_head = head.saved_bytes if head in ends else 0
     heads = alive if alive == micro_batches else 1.0  # else the last stage runs backward right after forward
     hidden = rows * training.seq_len * args.dim * itemsize / (layout.tp * layout.cp)
     saved = heads * saved_by_head + alive * (
-        checkpointed * recomputed.block.saved_bytes
-        + (blocks - checkpointed) * plain.block.saved_bytes
+        sum(it.saved_bytes for it in blocks)
         + (embedding.saved_bytes if embedding in ends else 0)
         + (hidden if layout.pp > 1 else 0)
     )
     if config.activation_checkpoint.enable_activation_offloading:  # all inputs except the current block's
-        saved -= hidden * max(0, alive * checkpointed - 1)
+        saved -= hidden * max(0, alive * len(checkpointed) - 1)
     without_head = saved - saved_by_head  # before the head's forward and after its backward
     block = recomputed.block if checkpointed else plain.block
-    every = [block] * blocks + ends
+    every = blocks + ends
     whole = layout.pp > 1 or (not options.fsdp_sync_each_batch and micro_batches > 1)
     stays_gathered = reshard_after_forward(options) == "never"
     root = float(embedding.gathered_bytes) if args.tie_embeddings and layout.pp == 1 else 0.0
     reduce_bytes = BYTES[training.mixed_precision_reduce]
     unreduced = float(reduce_bytes * sum(it.trained for it in every)) if whole else 0.0
-    shards = layout.dp_shard * layout.cp
-    in_and_out = 1 + 1 / shards if shards > 1 else 1.0  # one rank's input is its output
+
+    def reduced(trained: int, ranks: int = shards) -> float:
+        return trained * (1 + 1 / ranks if ranks > 1 else 1.0)  # one rank's input is its output
 
     def moment(
         work: float,
         *,
-        near: Sequence[ModuleCost] = (),
-        summed: int = 0,
+        near: Sequence[Sizes] = (),
+        summed: float = 0.0,
         activations: float = saved,
-        end: bool = False,
+        end: float = 0.0,
     ) -> dict[str, float]:
-        """Return the memory while ``near`` are gathered and the gradients of ``summed`` elements are
-        reduced."""
+        """Return the memory while ``near`` are gathered, gradients of ``summed`` elements are reduced, and the
+        fraction ``end`` of all gradients is stored."""
         of_step = micro_batches > 1 and not whole
         early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
         gathered = sum(it.gathered_bytes for it in (every if stays_gathered else near))
         return {
             "parameters": parameters,
-            "gradients": gradients if of_step or (end and not whole and not early) else 0.0,
+            "gradients": gradients * (1.0 if of_step else 0.0 if whole or early else end),
             "optimizer state": state,
             "activations": activations,
             "received": hidden * received,
             "gathered parameters": gathered if stays_gathered else gathered + root,
-            "reductions": unreduced or reduce_bytes * summed * in_and_out,
+            "reductions": unreduced or reduce_bytes * summed,
             "work of backward": float(work),
         }
 
-    following = max(block.trained, head.trained if head in ends else 0)
-    moments = [
-        moment(block.backward_bytes, near=[block, block], summed=following, activations=without_head),
-        moment(embedding.backward_bytes, summed=embedding.trained, activations=0.0, end=True),
-    ]
+    before_head = partial(moment, activations=without_head)
+    moments = [moment(embedding.backward_bytes, summed=reduced(embedding.trained), activations=0.0, end=1.0)]
+    following = reduced(max(block.others.trained, head.trained if head in ends else 0))
+    if block.experts.elements:  # a unit of its own, reduced before the rest of the block
+        left = max(0, block.backward_bytes - itemsize * block.experts.trained)
+        summed = reduced(block.experts.trained, layout.expert_fsdp)
+        moments += [
+            before_head(max(0, block.forward_bytes - block.saved_bytes), near=[block, block]),
+            before_head(block.backward_bytes, near=[block, block.others], summed=following),
+            before_head(left, near=[block.others], summed=summed),
+        ]
+    else:
+        moments.append(before_head(block.backward_bytes, near=[block, block], summed=following))
+    if blocks:  # the first block's backward, after those of all others
+        near, kept = [block, block.others if block.experts.elements else block], blocks[0].saved_bytes
+        end = 1 - 1 / len(blocks)
+        moments.append(moment(block.backward_bytes, near=near, summed=following, activations=kept, end=end))
     if head in ends:
-        moments.append(moment(head.forward_bytes, near=[head, block], activations=without_head))
+        moments.append(before_head(head.forward_bytes, near=[head, block]))
         moments.append(moment(head.backward_bytes, near=[head, block]))
         work = 0.0 if whole else head.gathered_bytes
-        moments.append(moment(work, near=[block], summed=head.trained, activations=without_head))
+        moments.append(before_head(work, near=[block], summed=reduced(head.trained)))
     return Estimate(rank, max(moments, key=lambda parts: sum(parts.values())))
 
 

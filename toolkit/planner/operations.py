@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.compat import backward_task, operator_schema, resolve_process_group, tree_iter
 from toolkit.config import Config
-from toolkit.distributed.dtensor import clean_name
+from toolkit.distributed.dtensor import clean_name, local
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.allocations import Allocations, fsdp_functions, storage_tensor, track_memory
 from toolkit.planner.fake_step import fake_run
 from toolkit.planner.memory import gathered_dtype, gathered_elements
-from toolkit.planner.traffic import FUNCTIONAL
-from toolkit.planner.work import Collective, Costs, Kind, ModuleCost, Operation, Work
+from toolkit.planner.traffic import FUNCTIONAL, is_of_experts
+from toolkit.planner.work import Collective, Costs, Kind, ModuleCost, Operation, Sizes, Work
 
 _MODULES = {  # modules of each part, and the moment after their forward
     "embedding": (("tok_embeddings",), "forward of layers.0"),
@@ -147,6 +148,8 @@ class Operations(Allocations):
         ranks = dist.get_process_group_ranks(resolve_process_group(args[-1]))
         if len(ranks) > 1:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), "world")
+            if is_of_experts(name, args):
+                dimension, operation = "ep", "all_to_all"
             whole = result if place is None else args[place]
             self._pending = (phase, (dimension, operation, float(_bytes(whole))))
 
@@ -186,7 +189,7 @@ def measure_costs(config: Config, args: ModelArgs, layout: ParallelDims, param_d
             part: _module_cost(model, tracker, part, modules, following, peaks, param_dtype)
             for part, (modules, following) in _MODULES.items()
         }
-        updated = sum(gathered_elements(it) // layout.cp for it in model.parameters() if it.requires_grad)
+        updated = sum(local(it).numel() for it in model.parameters() if it.requires_grad)
         return Costs(**parts, update=tracker.work_of("update", "update"), updated=updated)
 
 
@@ -204,6 +207,7 @@ def _module_cost(
         for name, it in model.named_parameters()
         if clean_name(name).startswith(tuple(f"{module}." for module in modules))
     ]
+    experts = [it for it in parameters if _is_sharded_over_ep(it)]
     starts = dict(tracker.starts)  # keeps the last forward; an earlier one may be DPO's reference
 
     def transient(direction: str) -> int:
@@ -215,12 +219,23 @@ def _module_cost(
         forward=tracker.work_of(part, "forward"),
         backward=tracker.work_of(part, "backward"),
         recompute=tracker.work_of(part, "recompute"),
-        elements=sum(map(gathered_elements, parameters)),
-        gathered_bytes=sum(gathered_elements(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
-        trained=sum(gathered_elements(it) for it in parameters if it.requires_grad),
+        **vars(_sizes(parameters, dtype)),
+        experts=_sizes(experts, dtype),
         saved_bytes=max(0, after - before),
         forward_bytes=transient("forward"),
         backward_bytes=transient("backward"),
+    )
+
+
+def _is_sharded_over_ep(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _sizes(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Sizes:
+    return Sizes(
+        elements=sum(map(gathered_elements, parameters)),
+        gathered_bytes=sum(gathered_elements(it) * gathered_dtype(it, dtype).itemsize for it in parameters),
+        trained=sum(gathered_elements(it) for it in parameters if it.requires_grad),
     )
 
 

@@ -16,6 +16,7 @@ _SLOWER = {
     "bubble": "larger pipeline bubble",
     "tp": "more exposed communication of tp",
     "cp": "more exposed communication of cp",
+    "ep": "more exposed communication of ep",
     "dp_shard": "more exposed communication of FSDP",
     "dp_replicate": "more exposed communication of replicas",
 }

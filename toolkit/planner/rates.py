@@ -1,4 +1,4 @@
-"""Estimate the time of work and communication on a machine with a mesh, tp innermost."""
+"""Estimate the time of work and communication on a machine with a mesh, tp and ep innermost."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Rates:
             "tp": (tp, 1),
             "cp": (cp, tp),
             "dp_shard": (layout.dp_shard * cp, tp),
+            "ep": (layout.ep, 1),
+            "expert_fsdp": (layout.expert_fsdp, layout.ep),
             "dp_replicate": (layout.dp_replicate, stride * layout.dp_shard),
             "pp": (layout.pp, stride * layout.dp),
         }
@@ -82,7 +84,8 @@ class Rates:
         return Pass(max(host, device), exposed)
 
     def send(self, dimension: str, operation: str, size: float) -> float:
-        """Return the time of a ring collective of ``size`` bytes (of the full tensor), or of a transfer."""
+        """Return the time of a ring collective or all-to-all of ``size`` bytes (of the full tensor), or of a
+        transfer."""
         ranks, stride = self.groups.get(dimension, (1, 1))
         if ranks == 1:
             return 0.0
@@ -93,6 +96,12 @@ class Rates:
         else:  # each network adapter of a node carries a ring
             bandwidth = min(machine.link, local * machine.network)
             latency = (machine.network_latency + (local - 1) * machine.link_latency) / local
+        if (
+            operation == "all_to_all"
+        ):  # at once to ranks of this node and, through the rank's adapter, of others
+            inside = size * (local - 1) / ranks / machine.link + (local > 1) * machine.link_latency
+            outside = size * (ranks - local) / ranks / machine.network + machine.network_latency
+            return max(inside, outside if ranks > local else 0.0)
         if operation == "send":
             return size / (machine.link if local == ranks else machine.network) + latency
         turns = 2 if operation == "all_reduce" else 1

@@ -22,10 +22,18 @@ from toolkit.errors import ConfigError, Problem, divisors
 from toolkit.hardware import Hardware
 from toolkit.metrics.flops import model_flops
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.parameters import table
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
 from toolkit.planner.estimate import Estimate, estimate, fake_peak, samples, state_bytes
-from toolkit.planner.layouts import SIZES, checkpointing_settings, fixed_batch, layout_settings, with_settings
+from toolkit.planner.layouts import (
+    SIZES,
+    checkpointing_settings,
+    expert_degrees,
+    fixed_batch,
+    layout_settings,
+    with_settings,
+)
 from toolkit.planner.machines import Machine
 from toolkit.planner.rates import Rates
 from toolkit.planner.work import BYTES
@@ -46,7 +54,7 @@ _CLOSE = 1.1
 """Factor by which the estimate may exceed the usable memory before a layout is rejected."""
 _LAYOUT_RULES = (
     *("mesh", "tensor_context_parallel", "pipeline", "fsdp"),
-    *("optim", "adamw_8bit", "nf4", "float8"),
+    *("optim", "adamw_8bit", "nf4", "float8", "experts"),
 )
 
 
@@ -206,7 +214,9 @@ class _Queue:
         self.machine, self.param_dtype, self.progress = machine, param_dtype, progress
         self.stored = state_bytes(self.config, args, param_dtype)
         self.result = SearchResult(usable_memory(machine))
-        self.result.states = args.n_layers * sum(self.stored.whole_block) + sum(self.stored.whole_ends)
+        sizes = table(args).block_sizes
+        self._blocks = sum(sizes) / max(sizes)  # of the largest ones, as many as have all elements
+        self.result.states = self._blocks * sum(self.stored.whole_block) + sum(self.stored.whole_ends)
         self._hardware = Hardware("cuda", machine.name, machine.node, "bfloat16" in machine.peak, 9.0)
         self._problems: list[Problem] = []
         self._accepted = self._fitting = 0
@@ -260,14 +270,15 @@ class _Queue:
         mesh = ParallelDims(group.pp, 1, dp, cp, group.tp)
         parameters, gradients, state = self.stored.whole_block
         training = self.config.training
-        # A pipeline stores unsharded gradients, regardless of dp and cp.
+        # A pipeline stores unsharded gradients, regardless of dp and cp, except those of experts.
+        split = max(group.tp, *expert_degrees(self.config, self.args, dp * cp * group.tp))
         whole = gradients / BYTES[training.dtype] * BYTES[training.mixed_precision_reduce]
-        if group.pp > 1 and whole * self.args.n_layers / (group.pp * group.tp) > self.result.capacity:
+        if group.pp > 1 and whole * self._blocks / (group.pp * split) > self.result.capacity:
             self.result.reject("fit").count += 1 + len(group.left)
             return
         if self.config.optimizer.early_step_in_backward:
             gradients = 0
-        sharded = self.args.n_layers * (parameters + gradients + state) / (mesh.tp * mesh.pp * mesh.cp)
+        sharded = self._blocks * (parameters + gradients + state) / (mesh.tp * mesh.pp * mesh.cp)
         if training.enable_cpu_offload:
             sharded = 0.0
 

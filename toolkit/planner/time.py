@@ -21,7 +21,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import OPTIMIZERS
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import Stages, module_names, pipeline_stages
-from toolkit.planner.costs import checkpointed_blocks, costs
+from toolkit.planner.costs import checkpointed_blocks, costs, is_dense
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
@@ -48,8 +48,8 @@ class StepTime:
 
     Attributes:
         compute: forward, backward, recomputation and copies.
-            exposed: communication without overlap, by dimension: "tp", "cp", "dp_shard" (FSDP, including cp's
-                ranks), "dp_replicate".
+            exposed: communication without overlap, by dimension: "tp", "cp", "ep", "dp_shard" (FSDP,
+                including cp's ranks and that of experts), "dp_replicate".
             bubble: waiting for other pipeline ranks, including transfers.
         optimizer: clipping and update.
         tokens_per_second: on all ranks.
@@ -89,14 +89,14 @@ def step_time(
 
     def measured(checkpointed: bool) -> Costs:
         return costs(
-            config, args, tp=layout.tp, cp=layout.cp, rows=rows, checkpointed=checkpointed,
+            config, args, tp=layout.tp, cp=layout.cp, ep=layout.ep, rows=rows, checkpointed=checkpointed,
             param_dtype=param_dtype,
         )  # fmt: skip
 
     split = Stages([module_names(args.n_layers)], [[0]])
     if layout.pp > 1:
         split = pipeline_stages(options, args.n_layers)
-    stages = _stages(split.modules, config, rates, measured(False), measured(True))
+    stages = _stages(split.modules, config, args, rates, measured(False), measured(True))
     timeline = None
     if layout.pp > 1:
         hidden = rows * training.seq_len // (layout.cp * layout.tp) * args.dim * BYTES[dtype]
@@ -130,7 +130,12 @@ def step_time(
 
 
 def _stages(
-    modules: Sequence[Sequence[str]], config: Config, rates: Rates, kept: Costs, recomputed: Costs
+    modules: Sequence[Sequence[str]],
+    config: Config,
+    args: ModelArgs,
+    rates: Rates,
+    kept: Costs,
+    recomputed: Costs,
 ) -> list[list[UnitTime]]:
     """Return the FSDP units of each stage, in forward order."""
     cache: dict[int, UnitTime] = {}
@@ -154,7 +159,8 @@ def _stages(
         units = [unit(kept.embedding)] if "tok_embeddings" in names else []
         for index, name in enumerate(layers):
             side = recomputed if index in checkpointed else kept
-            units.append(unit(side.first if name == "layers.0" else side.block))
+            first = name == "layers.0" or is_dense(args, name)
+            units.append(unit(side.first if first else side.block))
         stages.append(units + ([unit(kept.head)] if "output" in names else []))
     return stages
 
@@ -223,7 +229,7 @@ def _pipeline(
 def _update(units: Sequence[UnitTime], measured: Costs, config: Config, rates: Rates) -> float:
     """Return the optimizer's time on this rank's shards of ``units``, including the norm, and clipping unless
     it is fused into the update."""
-    elements = sum(unit.trained for unit in units) / rates.groups["dp_shard"][0]
+    elements = sum(unit.stored for unit in units)
     step = rates.run(measured.update).compute
     options = config.optimizer
     clips = not (options.name in OPTIMIZERS and options.implementation == "fused")

@@ -22,6 +22,7 @@ from toolkit.planner.allocations import fsdp_functions
 from toolkit.planner.fake_step import fake_run, micro_batches
 
 WORLD = "world"
+_OF_EXPERTS = "all_to_all of experts"
 
 # Operation, and the index of the full tensor among the arguments; None means the result.
 _C10D: dict[str, tuple[str, int]] = {
@@ -37,6 +38,12 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
     "all_reduce": ("all_reduce", 0),
     "all_to_all_single": ("send", 0),
 }
+
+
+def is_of_experts(name: str, args: Any) -> bool:
+    """Report whether the functional collective ``name`` is an all-to-all of expert parallelism: it sends to
+    several ranks, and ring attention's to one. Their groups may have the same ranks."""
+    return name == "all_to_all_single" and sum(map(bool, args[1])) > 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ class _Traffic(TorchDispatchMode):
         elif func.namespace == "_c10d_functional" and name in FUNCTIONAL:
             operation, where = FUNCTIONAL[name]
             group = resolve_process_group(args[-1])
+            if is_of_experts(name, args):
+                operation = _OF_EXPERTS
             self._add(operation, group, result if where is None else args[where], functional=True)
         return result
 
@@ -88,7 +97,9 @@ class _Traffic(TorchDispatchMode):
         # A schedule's first transfers set up connections between neighbors with a single element.
         if len(ranks) == 1 or (operation == "send" and whole.numel() == 1):
             return
-        if functional:
+        if operation == _OF_EXPERTS:
+            dimension, operation = "ep", "all_to_all"
+        elif functional:
             dimension = self._dims.get((len(ranks), ranks[1] - ranks[0]), WORLD)
         elif operation == "send":
             dimension = "pp"

@@ -21,6 +21,7 @@ class UnitTime:
     all_reduce: float
     in_backward: bool  # gathered again in backward
     trained: int
+    stored: float  # trained elements of a rank's shard
 
 
 def unit_time(
@@ -29,20 +30,30 @@ def unit_time(
     # An all-gather casts the fp32 shard to the compute dtype, copies it into a buffer and copies the gathered
     # parameters out. A reduction casts the gradients to elements of ``reduced`` bytes, usually fp32, and sums
     # the rank's shard.
-    ranks, gathered = rates.groups["dp_shard"][0], part.gathered_bytes
-    gradients = float(reduced * part.trained)
-    shared = ranks > 1
-    gather = rates.copy((4 * part.elements + (3 if shared else 1) * gathered) / ranks + 2 * gathered)
-    reduce = rates.copy(1.5 * gradients + 3 * gradients / ranks * shared)
+    # Experts under expert parallelism are sharded over other ranks.
+    gather = reduce = all_reduce = stored = 0.0
+    for dimension, sizes in (("dp_shard", part.others), ("expert_fsdp", part.experts)):
+        if not sizes.elements:
+            continue
+        ranks, gathered = rates.groups[dimension][0], sizes.gathered_bytes
+        gradients = float(reduced * sizes.trained)
+        shared = ranks > 1
+        gather += rates.copy((4 * sizes.elements + (3 if shared else 1) * gathered) / ranks + 2 * gathered)
+        gather += rates.send(dimension, "all_gather", gathered)
+        reduce += rates.copy(1.5 * gradients + 3 * gradients / ranks * shared)
+        reduce += rates.send(dimension, "reduce_scatter", gradients)
+        all_reduce += rates.send("dp_replicate", "all_reduce", gradients / ranks)
+        stored += sizes.trained / ranks
     run = partial(rates.run, fused=fused, float8=float8)
     return UnitTime(
         forward=run(part.forward),
         backward=sum_passes([run(part.recompute), run(part.backward)]),
-        gather=gather + rates.send("dp_shard", "all_gather", gathered),
-        reduce=reduce + rates.send("dp_shard", "reduce_scatter", gradients),
-        all_reduce=rates.send("dp_replicate", "all_reduce", gradients / ranks),
+        gather=gather,
+        reduce=reduce,
+        all_reduce=all_reduce,
         in_backward=in_backward,
         trained=part.trained,
+        stored=stored,
     )
 
 
@@ -56,10 +67,11 @@ def accumulation(
     if count == 1:
         size = 0.0
     elif whole:
-        size = (count - 1) * (gradient + 2 * reduced) + (gradient + reduced if gradient != reduced else 0)
+        size = trained * (count - 1) * (gradient + 2 * reduced)
+        size += trained * (gradient + reduced if gradient != reduced else 0)
     else:
-        size = (count - 1) * 12 / rates.groups["dp_shard"][0]
-    return Pass(rates.copy(trained * size), {})
+        size = (count - 1) * 12 * sum(unit.stored for unit in units)
+    return Pass(rates.copy(size), {})
 
 
 def sum_passes(passes: Iterable[Pass], times: float = 1.0) -> Pass:

@@ -47,26 +47,47 @@ class Work:
 
 
 @dataclass(frozen=True)
-class ModuleCost:
-    """Cost of one micro-batch in the embedding, a block or the head.
+class Sizes:
+    """Parameters that FSDP gathers.
 
     Attributes:
-            elements: gathered elements of its parameters, sharded only by tensor parallelism.
-            gathered_bytes: size of ``elements`` in the dtype in which they are gathered.
-            trained: number of ``elements`` that are trained.
+        elements: gathered elements, sharded only by tensor and expert parallelism.
+        gathered_bytes: size of ``elements`` in the dtype in which they are gathered.
+        trained: number of ``elements`` that are trained.
+    """
+
+    elements: int
+    gathered_bytes: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class ModuleCost(Sizes):
+    """Parameters, and cost of one micro-batch, of the embedding, a block or the head.
+
+    Attributes:
+            experts: those of the parameters that expert parallelism shards.
             saved_bytes: activations saved for backward.
             forward_bytes, backward_bytes: peak temporary memory, excluding gathered parameters and gradients.
     """
 
+    experts: Sizes
     forward: Work
     backward: Work
     recompute: Work
-    elements: int
-    gathered_bytes: int
-    trained: int
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
+
+    @property
+    def others(self) -> Sizes:
+        """Parameters without ``experts``."""
+        of_experts = self.experts
+        return Sizes(
+            self.elements - of_experts.elements,
+            self.gathered_bytes - of_experts.gathered_bytes,
+            self.trained - of_experts.trained,
+        )
 
 
 @dataclass(frozen=True)
