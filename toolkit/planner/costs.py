@@ -111,7 +111,7 @@ def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
 
 
 def _probe_config(config: Config, layout: ParallelDims, *, rows: int, checkpointed: bool) -> Config:
-    """Return a config of one micro-batch on ``layout`` whose modules have the same costs as those of ``config``."""
+    """Return a config of one micro-batch on ``layout`` whose modules cost what those of ``config`` do."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     kept: dict[str, Any] = {
         name: getattr(parallelism, name)

@@ -212,8 +212,8 @@ def _estimate_rank(
         activations: float = saved,
         end: float = 0.0,
     ) -> dict[str, float]:
-        """Return the memory while ``near`` are gathered, gradients of ``summed`` elements are reduced, and the
-        fraction ``end`` of all gradients is stored."""
+        """Return the memory while ``near`` are gathered, gradients of ``summed`` elements are reduced, and
+        the fraction ``end`` of all gradients is stored."""
         of_step = micro_batches > 1 and not whole
         early = config.optimizer.early_step_in_backward and layout.dp_replicate == 1
         gathered = sum(it.gathered_bytes for it in (every if stays_gathered else near))
