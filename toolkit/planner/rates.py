@@ -96,9 +96,7 @@ class Rates:
         else:  # each network adapter of a node carries a ring
             bandwidth = min(machine.link, local * machine.network)
             latency = (machine.network_latency + (local - 1) * machine.link_latency) / local
-        if (
-            operation == "all_to_all"
-        ):  # at once to ranks of this node and, through the rank's adapter, of others
+        if operation == "all_to_all":  # at once to this node's ranks and, by the rank's adapter, to others
             inside = size * (local - 1) / ranks / machine.link + (local > 1) * machine.link_latency
             outside = size * (ranks - local) / ranks / machine.network + machine.network_latency
             return max(inside, outside if ranks > local else 0.0)
