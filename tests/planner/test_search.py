@@ -88,7 +88,13 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+IN_CI = ("ep op tp", "ep pp", "dense first")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [it if it in IN_CI else pytest.param(it, marks=pytest.mark.exhaustive) for it in EXPERTS],
+)
 def test_the_estimate_of_experts_is_near_a_fake_step(layout: str) -> None:
     config, args = configured(EXPERTS[layout])
     if layout == "dense first":
