@@ -82,7 +82,7 @@ WINDOWED = small("mistral0.1", n_layers=2)
 
 
 LATENT = small("deepseek_v3", n_layers=2, n_heads=4, n_kv_heads=4, head_dim=None)
-"""Of which the cache has latent vectors."""
+"""A model whose cache has latent vectors."""
 
 
 @pytest.mark.parametrize("args", [ARGS, WINDOWED, LATENT], ids=["all", "window", "latent"])

@@ -10,7 +10,7 @@ from toolkit.io.tensor_file import BUFFER_BYTES, Region, TensorPlace, read_regio
 from toolkit.weights.safetensors_header import FP8_BLOCK
 
 DEQUANTIZED = torch.bfloat16
-"""Dtype in which such matrices are read: the one of the published models."""
+"""Dtype in which such matrices are read: that of the published models."""
 
 
 def read_block_fp8(place: TensorPlace, scales: TensorPlace, region: Region, out: Tensor) -> Tensor:

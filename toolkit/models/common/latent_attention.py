@@ -19,7 +19,7 @@ from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rotate
 
 _NORM_EPS = 1e-6
-"""Of the latent vectors, whatever rms_norm_eps of the model is."""
+"""Epsilon of the latent vectors' norms, which is the same whatever rms_norm_eps of the model is."""
 
 
 class LatentAttention(Attention):

@@ -1,4 +1,4 @@
-"""What config.json of a DeepSeek-V3 fixes. Imports no torch."""
+"""Fixed values in config.json of a DeepSeek-V3. Imports no torch."""
 
 from __future__ import annotations
 
