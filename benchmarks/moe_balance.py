@@ -16,7 +16,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks.curves import EXPERTS_CONFIG, train
+from benchmarks.curves import EXPERTS_CONFIG, save, train
 from benchmarks.machine import describe
 
 LOAD = "moe/max_load"
@@ -77,10 +77,7 @@ def draw(folder: Path, output: Path) -> None:
     above.set(ylabel="loss, nats per token (mean of 20 steps)")
     below.set(xlabel="step", ylabel="largest load over mean", ylim=(1, 4))
     above.legend(fontsize=8, frameon=False)
-    for cell in (above, below):
-        cell.grid(True, color="0.9")
-        cell.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=120)
+    save(figure, output)
 
 
 def main() -> None:
