@@ -28,7 +28,11 @@ OUR_DEFAULTS = {
 
 
 # benchmarks/results/h100/report.md
-RAN_ON_A_GPU = {"parallelism.fsdp_skip_on_one_rank", "activation_checkpoint.offload_prefetch"}
+RAN_ON_A_GPU = {
+    "parallelism.fsdp_skip_on_one_rank",
+    "activation_checkpoint.offload_prefetch",
+    "training.fused_parts",
+}
 
 
 @pytest.mark.parametrize("field", fields(), ids=lambda field: field.key)
