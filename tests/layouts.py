@@ -196,6 +196,16 @@ def pairwise() -> list[Row]:
     return references() + _plainer(rows) + with_inductor(INDUCTOR)
 
 
+def each_level(rows: Sequence[Row]) -> list[Row]:
+    """The references, and as few of ``rows`` as have every level but inductor."""
+    chosen = references()
+    levels = {(factor, level) for factor in FACTORS for level in FACTORS[factor]} - {("compile", "inductor")}
+    others = [row for row in rows if row["compile"] != "inductor"]
+    while untried := levels - {level for row in chosen for level in row.items()}:
+        chosen.append(max(others, key=lambda row: len(untried & set(row.items()))))
+    return chosen
+
+
 def with_inductor(rows: list[Row]) -> list[Row]:
     return [plain_row() | {"compile": "inductor"} | row for row in rows]
 

@@ -1,4 +1,5 @@
-"""One curve on any mesh: the same run on one process and on several, by every technique, tried pairwise.
+"""One curve on any mesh: the same run on one process and on several, by every technique. CI
+tries each of them, ``-m exhaustive`` each pair.
 
 Ten steps in fp32. Rounding differs between layouts (a batch is summed in another order), and after ten
 updates the difference is about 1e-6; a wrong factor anywhere is at least 1e-2.
@@ -6,8 +7,8 @@ updates the difference is about 1e-6; a wrong factor anywhere is at least 1e-2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for all runs
 
 STEPS = 10
 RELATIVE = 1e-5
-ROWS = layouts.pairwise()
-MORE_ROWS = layouts.with_inductor(layouts.MORE_INDUCTOR)
+PAIRWISE = layouts.pairwise()
+ROWS = layouts.each_level(PAIRWISE)
+MORE_ROWS = [row for row in PAIRWISE if row not in ROWS] + layouts.with_inductor(layouts.MORE_INDUCTOR)
 REFERENCE = layouts.reference_row(layouts.plain_row())
 HALF_ROWS = [
     layouts.plain_row() | {"strategy": strategy, "ranks": ranks, "accumulation": accumulation}
@@ -39,11 +41,8 @@ CPU = Hardware("cpu", "CPU", 2, native_bf16=True)
 Runs = dict[tuple[str, str], Run]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def run_all(folder: str, jobs: Sequence[tuple[layouts.Row, str]]) -> Runs:
     """Every run by the name of its row and its precision."""
-    folder = str(tmp_path_factory.mktemp("one_curve"))
-    jobs = [(row, "float32") for row in ROWS] + [(row, "bfloat16") for row in (REFERENCE, *HALF_ROWS)]
     results = {}
     for ranks in layouts.FACTORS["ranks"]:
         mine = [job for job in jobs if job[0]["ranks"] == ranks]
@@ -54,6 +53,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return results
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    jobs = [(row, "float32") for row in ROWS] + [(row, "bfloat16") for row in (REFERENCE, *HALF_ROWS)]
+    return run_all(str(tmp_path_factory.mktemp("one_curve")), jobs)
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = str(tmp_path_factory.mktemp("more_curves"))
+    return run_all(folder, [(row, "float32") for row in MORE_ROWS])
+
+
 @pytest.mark.parametrize("row", ROWS, ids=layouts.name)
 def test_layout_gives_the_run_of_one_process(runs: Runs, row: layouts.Row) -> None:
     _check(row, runs[layouts.name(row), "float32"], runs)
@@ -61,10 +72,8 @@ def test_layout_gives_the_run_of_one_process(runs: Runs, row: layouts.Row) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", MORE_ROWS, ids=layouts.name)
-def test_more_layouts_do(runs: Runs, row: layouts.Row, tmp_path: Path) -> None:
-    everywhere = run_world(train_all, int(row["ranks"]), str(tmp_path), [(row, "float32")], STEPS)
-    for [run] in everywhere:
-        _check(row, run, runs)
+def test_more_layouts_do(runs: Runs, more_runs: Runs, row: layouts.Row) -> None:
+    _check(row, more_runs[layouts.name(row), "float32"], runs)
 
 
 def _check(row: layouts.Row, run: Run, runs: Runs) -> None:
@@ -105,8 +114,8 @@ def test_bf16_layout_is_as_near_to_one_process_as_that_is_to_fp32(runs: Runs, ro
 
 
 def test_rows_try_every_pair() -> None:
-    assert all(layouts.allowed(row) for row in ROWS)
-    tried = set().union(*map(layouts.pairs, ROWS))
+    assert all(layouts.allowed(row) for row in PAIRWISE)
+    tried = set().union(*map(layouts.pairs, PAIRWISE))
     assert tried >= set(layouts.allowed_pairs())
     # What allowed_pairs says is checked by rows that were made another way.
     others = (row for row in layouts.every(CROSSED) if row["compile"] != "inductor")
