@@ -325,48 +325,34 @@ FAST = [
     "shard2 by-class AC-2",
     "replicate2 NO_SHARD accumulate3 by-size",
     "tp2 AC-full",
-    "tp2 tied accumulate3 whole-logits",
-    "tp2 keep-gathered",
     "cp2 tied AC-op",
     "cp2 accumulate3 head-first",
-    "cp2 ring tied AC-2",
     "pp2 GPipe accumulate3",
     "pp2 1F1B tied AC-full",
     "pp2 LoopedBFS tied AC-op",
-    "pp2 1F1B always by-class AC-op",
     "pp2 InterleavedZeroBubble never",
     "pp2 ZBVZeroBubble never tied accumulate3",
     "pp2 DualPipeV never",
     # Stages without blocks.
-    "pp2 GPipe bare-head tied",
     "pp2 Interleaved1F1B bare-ends tied accumulate3",
-    "pp2 InterleavedZeroBubble bare-ends",
-    "pp2 ZBVZeroBubble bare-ends tied",
     "pp4 1F1B bare-ends tied",
     # Every strategy in fp32, which gloo reduces another way.
     "shard4 FULL_SHARD float32 accumulate3",
-    "shard4 SHARD_GRAD_OP float32",
-    "replicate4 NO_SHARD float32 accumulate3",
-    "replicate2 shard2 HYBRID_SHARD float32",
     "replicate2 shard2 HYBRID_SHARD_ZERO2 float32",
+    "replicate2 shard2 HYBRID_SHARD float32",
     # Two dimensions.
     "pp2 shard2 ZBVZeroBubble SHARD_GRAD_OP",
-    "pp2 replicate2 DualPipeV never tied",
     # Three dimensions.
-    "replicate2 shard2 tp2 HYBRID_SHARD",
     "shard2 cp2 tp2 tied accumulate3 AC-full",
     "pp2 cp2 tp2 ZBVZeroBubble never tied",
     # Other families.
     "tp2 qwen3 accumulate3",
     "pp2 shard2 tp2 Interleaved1F1B qwen3 tied",
     "pp2 1F1B qwen2 tied",
-    "cp2 mistral tied",
     "cp2 ring mistral",
     "shard2 gated accumulate3",
     "tp2 gated AC-full",
-    "pp2 1F1B gated tied",
     "pp2 ZBVZeroBubble gated",
-    "cp2 gated tied AC-op accumulate3",
     # Experts.
     "shard2 ep2 moe aux accumulate3",
     "shard2 ep2 moe aux tied balanced AC-op",
@@ -382,17 +368,32 @@ FAST = [
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
-    "pp2 1F1B bare-embedding muon",  # a rank without matrices
     # Another loss.
-    "shard2 tp2 regularized",
     "pp2 cp2 1F1B regularized tied accumulate3",
     # Weights of tokens.
-    "shard2 tp2 weighted accumulate3",
     "pp2 cp2 1F1B weighted tied",
 ]
 """Layouts that CI runs."""
 
 MORE = [
+    # One thing alone, or beside another.
+    "tp2 keep-gathered",
+    "cp2 ring tied AC-2",
+    "pp2 GPipe bare-head tied",
+    "pp2 InterleavedZeroBubble bare-ends",
+    "pp2 ZBVZeroBubble bare-ends tied",
+    "shard4 SHARD_GRAD_OP float32",
+    "replicate4 NO_SHARD float32 accumulate3",
+    "pp2 replicate2 DualPipeV never tied",
+    "replicate2 shard2 tp2 HYBRID_SHARD",
+    "cp2 mistral tied",
+    "pp2 1F1B gated tied",
+    "cp2 gated tied AC-op accumulate3",
+    "shard2 tp2 regularized",
+    "shard2 tp2 weighted accumulate3",
+    "pp2 1F1B always by-class AC-op",
+    "pp2 1F1B bare-embedding muon",  # a rank without matrices
+    "tp2 tied accumulate3 whole-logits",
     # Experts.
     "shard2 moe aux by-class AC-2",
     "shard4 moe aux-seq accumulate3 reduce-once",
@@ -730,32 +731,23 @@ LAYOUTS = FAST + MORE
 FINETUNED_FAST = [
     "shard2 lora AC-full accumulate3",
     "tp2 lora tied",
-    "tp2 lora qwen2",
     "cp2 lora mistral",
     "pp2 1F1B lora",
-    "shard2 qlora AC-full",
     "tp2 qlora AC-op tied",
-    "cp2 qdora",
-    "pp2 1F1B qlora accumulate3",
-    "replicate2 shard2 qlora",
     "tp2 qdora",
     "shard2 prefix AC-2",
     "cp2 prefix",
-    "tp2 prefix",
     "tp2 llama-adapter",
     "cp2 llama-adapter-peft AC-full",
     "pp2 1F1B freeze-first tied",
     "tp2 norms-only",
     "pp2 tp2 1F1B rslora tied",
     "shard2 classification AC-full accumulate3",
-    "tp2 class-head",
     "cp2 class-lora AC-op",
     "pp2 1F1B class-head",
     "shard2 freeze-last weighted accumulate3",
     "shard2 dpo AC-full accumulate3",
-    "cp2 dpo",
     "pp2 tp2 1F1B dpo",
-    "shard2 compiled budget lora",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
@@ -781,6 +773,15 @@ FINETUNED_MORE = [
     )
 ] + [
     "tp2 qlora mla2",
+    "tp2 lora qwen2",
+    "shard2 qlora AC-full",
+    "cp2 qdora",
+    "replicate2 shard2 qlora",
+    "tp2 prefix",
+    "tp2 class-head",
+    "cp2 dpo",
+    "shard2 compiled budget lora",
+    "pp2 1F1B qlora accumulate3",
     *(f"{mesh} lora qwen3" for mesh in ("shard2", "tp2", "pp2 1F1B")),
     *(f"{mesh} qwen2" for mesh in ("shard2 lora", "pp2 1F1B dora", "tp2 qdora", "tp2 llama-adapter")),
     *(f"{mesh} biases-only qwen2" for mesh in ("tp2", "shard2 cp2 AC-full", "pp2 1F1B")),
@@ -847,16 +848,19 @@ FLOAT8_FAST = [
     "shard2 float8",
     "shard2 float8 gathered",
     "shard2 float8 gathered precomputed AC-full",
-    "shard2 float8-rowwise AC-op",
-    "tp2 float8 gathered precomputed",
     "tp2 float8-rowwise_with_gw_hp tied",
     "cp2 float8",
     "pp2 1F1B float8",
-    "shard2 float8-rowwise_with_gw_hp micro3",
 ]
 """Layouts in float8 that CI runs."""
 
-FLOAT8_MORE = ["shard2 float8 gathered muon", "shard2 float8 gathered precomputed muon"] + [
+FLOAT8_MORE = [
+    "shard2 float8-rowwise AC-op",
+    "tp2 float8 gathered precomputed",
+    "shard2 float8-rowwise_with_gw_hp micro3",
+    "shard2 float8 gathered muon",
+    "shard2 float8 gathered precomputed muon",
+] + [
     f"{mesh} {word}"
     for word in (*FLOAT8, "float8 gathered", "float8 gathered precomputed")
     for mesh in (

@@ -29,7 +29,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]
     return result(folder)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_as_if_it_never_was(
     uninterrupted: Mapping[str, str], tmp_path: Path, mode: str
 ) -> None:

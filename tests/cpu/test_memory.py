@@ -37,6 +37,7 @@ KEEP = "from toolkit.cpu.memory import keep_freed_memory\nkept = int(keep_freed_
 THEN = "for _ in range(8): faults()\nprint('told', kept, faults())"
 
 
+@pytest.mark.slow
 def test_freed_memory_is_faulted_once() -> None:
     assert told("print('told', faults())")[0] > 3 * PAGES
     kept, after = told(KEEP + THEN)

@@ -126,7 +126,7 @@ def _digests(folder: str, tied: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_are_the_mean_on_any_mesh_and_are_handed_on(tmp_path: Path, tied: bool) -> None:
     embedding = _save(tmp_path / f"tied {tied}", tied=tied)
     rng = random.Random(4)

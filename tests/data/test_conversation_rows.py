@@ -168,6 +168,7 @@ def _real_shaped(folder: Path) -> TokenCache:
     return _tokenized(write_rows(folder / "real.jsonl", rows), Shape("alpaca"))
 
 
+@pytest.mark.slow
 def test_packing_does_not_contaminate_trl_805(tmp_path: Path) -> None:
     """Summed loss and gradients; and a conversation's logits are its own, whatever its neighbours are."""
     corpus = _real_shaped(tmp_path)

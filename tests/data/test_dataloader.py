@@ -250,6 +250,7 @@ def test_the_state_is_plain_and_another_corpus_or_seed_is_refused() -> None:
         _loader().load_state_dict(state | {"corpus": "other"})
 
 
+@pytest.mark.slow
 def test_a_million_samples_of_a_mixture_on_ranks_that_come_and_go() -> None:
     batch, n_code, n_web = 500, 40_000, 310_000
     parts = [MixturePart("code", 1, _corpus(n_code)), MixturePart("web", 3, _corpus(n_web))]

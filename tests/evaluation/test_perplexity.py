@@ -136,7 +136,7 @@ def test_rows_are_read_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_assets
-@pytest.mark.parametrize("name", ["stories260K", "stories15M"])
+@pytest.mark.parametrize("name", ["stories260K", pytest.param("stories15M", marks=pytest.mark.slow)])
 def test_recorded_losses(name: str) -> None:
     reference = json.loads((ASSETS / name / "reference_fp32.json").read_bytes())
     model = load_model(ASSETS / name / "hf", device=torch.device("cpu"), dtype=torch.float32)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.helpers import run_world
 from tests.mesh_runs import write_pairs, write_weighted
@@ -29,6 +30,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 if not SINCE_2_12:
     del ADAPTERS["qlora"]
+IN_CI = ("lora", "qlora", "prefix_tuning", "weighted")
+NAMES = [
+    pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive, id=name) for name in ADAPTERS
+]
+Run = Callable[[str], tuple[list[float], list[float]]]
 LAYOUTS: list[dict[str, int]] = [
     {},
     {"tensor_parallel_degree": 2},
@@ -64,18 +70,13 @@ def losses(folder: Path, name: str, **options: Any) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-def _run_all(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in ADAPTERS:
-        whole = losses(Path(folder, name, "whole"), name, steps=2 + 2 * len(LAYOUTS), layout={})
-        parts = losses(Path(folder, name, "parts"), name, steps=2, layout={})
-        for index, layout in enumerate(LAYOUTS):
-            steps = 4 + 2 * index
-            parts += losses(Path(folder, name, "parts"), name, steps=steps, layout=layout)
-        found[name] = whole, parts
-    if dist.get_rank() == 0:
-        return found
-    return {}
+def _run(folder: str, name: str) -> tuple[list[float], list[float]]:
+    whole = losses(Path(folder, name, "whole"), name, steps=2 + 2 * len(LAYOUTS), layout={})
+    parts = losses(Path(folder, name, "parts"), name, steps=2, layout={})
+    for index, layout in enumerate(LAYOUTS):
+        steps = 4 + 2 * index
+        parts += losses(Path(folder, name, "parts"), name, steps=steps, layout=layout)
+    return whole, parts
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +85,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    return run_world(_run_all, 2, str(folder), timeout=300)[0]
+def run(folder: Path) -> Run:
+    """Run an adapter once, and return its losses without and with changes of the layout."""
+    return cache(lambda name: run_world(_run, 2, str(folder), name)[0])
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_it_goes_on_in_another_layout_as_if_it_had_never_stopped(found: dict[str, Any], name: str) -> None:
-    whole, parts = found[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_it_goes_on_in_another_layout_as_if_it_had_never_stopped(run: Run, name: str) -> None:
+    whole, parts = run(name)
     assert parts == pytest.approx(whole, rel=1e-12)
     assert len({round(loss, 6) for loss in whole}) == len(whole)
 
 
-@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "freeze"])
-def test_a_checkpoint_has_all_of_the_adapter_and_nothing_else(
-    folder: Path, found: dict[str, Any], name: str
-) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values != ("freeze",)])
+def test_a_checkpoint_has_all_of_the_adapter_and_nothing_else(folder: Path, run: Run, name: str) -> None:
+    run(name)
     config = configure(folder / name / "parts", name, steps=2, layout={})
     args = model_args(config, tokenizer_vocab=2048)
     for step in (2, 4, 6, 8, 10):  # fsdp, fsdp, tp, pp, cp
@@ -112,19 +113,19 @@ def test_a_checkpoint_has_all_of_the_adapter_and_nothing_else(
 
 
 @pytest.mark.skipif(not SINCE_2_12, reason="torch 2.11 shards no NF4")
-def test_an_adapter_does_not_go_on_with_another_model(folder: Path, found: dict[str, Any]) -> None:
-    run = folder / "lora/parts"
-    base = read_manifest(run / "checkpoint/step-10")["run"]["base"]
+def test_an_adapter_does_not_go_on_with_another_model(folder: Path, run: Run) -> None:
+    run("lora")
+    parts = folder / "lora/parts"
+    base = read_manifest(parts / "checkpoint/step-10")["run"]["base"]
     assert base["place"] == "seed 0" and len(base["fingerprint"]) == 64
-    config = configure(run, "lora", steps=12, layout={})
+    config = configure(parts, "lora", steps=12, layout={})
     other = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": 1})})
     assert "other weights: those of seed 0" in run_world(_refusal, 1, other)[0]
 
 
 @pytest.mark.skipif(not SINCE_2_12, reason="torch 2.11 shards no NF4")
-def test_an_adapter_does_not_go_on_with_another_precision_of_its_model(
-    folder: Path, found: dict[str, Any]
-) -> None:
+def test_an_adapter_does_not_go_on_with_another_precision_of_its_model(folder: Path, run: Run) -> None:
+    run("qlora")
     config = configure(folder / "qlora/parts", "qlora", steps=12, layout={})
     lora = config.finetune.lora.model_copy(update={"quantize_base": "none"})
     other = config.model_copy(update={"finetune": config.finetune.model_copy(update={"lora": lora})})

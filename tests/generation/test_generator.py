@@ -180,7 +180,7 @@ def test_compiled(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one == generator.generate([[5]], max_new_tokens=300, sampling=DRAWN) and len(graphs) == 2
 
 
-@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("constant", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compiled_for_a_cpu(constant: bool) -> None:
     """Where matrices are constants the cache is none, nor is what tells columns; new prompts get texts of
     their own, and where weights may change they are read anew."""

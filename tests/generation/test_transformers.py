@@ -99,7 +99,7 @@ def _held(parameter: Any) -> int:
     ("ranks", "layouts"),
     [
         pytest.param(2, [(1, True), (1, False), (2, True)], id="2 ranks"),
-        pytest.param(4, [(2, True)], id="4 ranks"),
+        pytest.param(4, [(2, True)], id="4 ranks", marks=pytest.mark.exhaustive),
         pytest.param(
             4, [(1, True), (2, False), (4, True)], id="4 ranks by one", marks=pytest.mark.exhaustive
         ),

@@ -147,6 +147,7 @@ def test_a_stopped_rank_is_named_with_what_it_missed(tmp_path: Path) -> None:
     assert {"rank_1.json", "rank_2.json", "rank_3.json"} <= traces
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_inside_a_save_is_named(tmp_path: Path) -> None:
     flags = ["--checkpoint.enable", "--checkpoint.interval=1", f"--comm.save_timeout_seconds={TIMEOUT}"]
     # What ranks wait for each other in steps would take too long.
@@ -161,6 +162,7 @@ def test_a_rank_that_is_stopped_inside_a_save_is_named(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-?")] == ["step-1"]
 
 
+@pytest.mark.slow
 def test_a_looping_rank_says_where(tmp_path: Path) -> None:
     ended = _launch(tmp_path, "looping", 1)
     said = (
@@ -171,6 +173,7 @@ def test_a_looping_rank_says_where(tmp_path: Path) -> None:
     assert "SIGKILL" not in ended.err and "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_survivors_name_the_stopped_rank(tmp_path: Path) -> None:
     words = ["torch.distributed.run", "--nproc_per_node=4", "--nnodes=1", "--rdzv_id=101"]
     words += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "-m", "toolkit.train"]

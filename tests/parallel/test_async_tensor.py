@@ -23,6 +23,8 @@ from tests.parallel.sharded import BATCH, SINGLE, changed, furthest, gradients, 
 from toolkit.config.parallelism import Compile
 from toolkit.parallel import autograd_collectives
 
+pytestmark = pytest.mark.slow  # inductor compiles for a minute
+
 ARGS = small("llama3.1", n_layers=2, vocab_size=308)
 ON = changed(SINGLE, enable_async_tensor_parallel=True)
 BLOCKS = Compile(enable=True, components=["model"])

@@ -48,11 +48,10 @@ FAST = _here(
         2: [
             "tp2 tied whole-logits AC-full",
             "cp2 AC-2",
-            "pp2 InterleavedZeroBubble never",
             "pp2 ZBVZeroBubble never tied AC-op",
         ],
         # Two stages of a rank, whose blocks share a graph too.
-        4: ["cp2 tp2 AC-op", "pp2 tp2 Interleaved1F1B AC-2", "pp2 tp2 ZBVZeroBubble never"],
+        4: ["pp2 tp2 Interleaved1F1B AC-2"],
     }
 )
 CHECKPOINTING = ("", "AC-full", "AC-2", "AC-op")

@@ -132,7 +132,7 @@ def on_every_layout(base: str, forms: Sequence[str]) -> dict[str, dict[str, Any]
     [
         pytest.param(1, FORMS, id="1"),
         pytest.param(2, FORMS, id="2"),
-        pytest.param(4, [form for form in FORMS if form not in LARGE], id="4"),
+        pytest.param(4, [form for form in FORMS if form not in LARGE], id="4", marks=pytest.mark.slow),
         pytest.param(4, LARGE, id="4 large", marks=pytest.mark.exhaustive),
     ],
 )
