@@ -30,6 +30,7 @@ _CONTEXT.set_forkserver_preload(
         "toolkit.parallel.float8",
         "toolkit.parallel.pipeline_parallel",
         "toolkit.parallel.tensor_parallel",
+        "tests.frozen",  # the last
     ]
 )
 
