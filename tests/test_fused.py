@@ -22,6 +22,8 @@ from toolkit.optim import adamw_8bit
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+"""Each is compiled, for some ten seconds."""
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_and_its_gradients(dtype: torch.dtype, on_cpu: list[Fused]) -> None:
     gate, up, grad = (_random(6, it, 32, dtype=dtype)[:, 0] for it in (1, 2, 3))
     gate.requires_grad_(), up.requires_grad_()
@@ -65,7 +67,7 @@ def test_swiglu_saves_its_arguments_alone() -> None:
     assert len(saved) == 2 and {it.data_ptr() for it in saved} == {gate.data_ptr(), up.data_ptr()}
 
 
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_and_its_gradient(dtype: torch.dtype) -> None:
     x, grad = (_random(2, 10, it, 32, dtype=dtype)[:, :, :4] for it in (4, 5))
     x.requires_grad_()
@@ -77,7 +79,7 @@ def test_rotation_and_its_gradient(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_loss_and_its_gradients(
     dtype: torch.dtype, frozen: bool, on_cpu: list[Fused], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (4, 8))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (4, 8))]
+)
 def test_any_mesh_has_the_weights_of_one_process_and_shares_the_work(folder: str, ranks: int) -> None:
     everywhere = run_world(_compare, ranks, folder, LAYOUTS[ranks])
     for layout, result in everywhere[0].items():

@@ -108,6 +108,7 @@ def test_the_estimate_of_experts_is_near_a_fake_step(layout: str) -> None:
     assert found.bytes == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.slow
 def test_degrees_of_experts_are_searched_unless_blocks_are_compiled() -> None:
     flags = f"{_EXPERTS} --activation_checkpoint.mode none"
     for compiled in ("", " --compile.enable"):
@@ -217,7 +218,7 @@ def test_what_steps_in_backward_accumulates_in_no_layout(asked: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--training.global_batch_size 4 --model.n_layers 8",
+        pytest.param("--training.global_batch_size 4 --model.n_layers 8", marks=pytest.mark.slow),
         "--training.global_batch_size 2 --model.n_layers 16",  # fewer samples than ranks
     ],
 )

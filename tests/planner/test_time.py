@@ -396,6 +396,7 @@ print(time.process_time(), spent, resident_bytes()[1], peak)
 """
 
 
+@pytest.mark.slow
 def test_405b_on_16384_ranks_is_planned_in_a_minute() -> None:
     done = subprocess.run([sys.executable, "-c", PLAN], check=True, capture_output=True, text=True, cwd=ROOT)
     seconds, again, resident, peak = map(float, done.stdout.split())
