@@ -56,7 +56,7 @@ Result = dict[str, Any]
 def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = None) -> Config:
     """The config of a layout that keeps its files in ``folder``, with other ``sizes`` than the table's."""
     folder = Path(folder)
-    special = {"dpo": write_pairs, "weighted": write_weighted}
+    special = dict.fromkeys(("dpo", "cpo", "simpo", "orpo"), write_pairs) | {"weighted": write_weighted}
     write = next((special[word] for word in layout.split() if word in special), write_documents)
     data = {
         "training.dataset_path": write(folder / f"{write.__name__}.jsonl", 400),

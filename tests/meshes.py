@@ -197,6 +197,15 @@ WORDS: dict[str, Settings] = {
         "data.format": "preference",
         "data.chat_template": PAIR_TEMPLATE,
     },
+    # All parameters are trained: there is no reference.
+    **{
+        name: {
+            "finetune.objective": name,
+            "data.format": "preference",
+            "data.chat_template": PAIR_TEMPLATE,
+        }
+        for name in ("cpo", "simpo", "orpo")
+    },
     "ipo": {"finetune.dpo.loss_type": "ipo", "finetune.dpo.label_smoothing": 0.0},
     "freeze-first": {"finetune.freeze_first_layers": 2},
     "freeze-last": {"finetune.freeze_last_layers": 1, "finetune.frozen": ["output.weight"]},
@@ -220,6 +229,9 @@ WORDS: dict[str, Settings] = {
 
 FINETUNED = (
     "dpo",
+    "cpo",
+    "simpo",
+    "orpo",
     "lora",
     "dora",
     "rslora",
@@ -748,6 +760,8 @@ FINETUNED_FAST = [
     "shard2 freeze-last weighted accumulate3",
     "shard2 dpo AC-full accumulate3",
     "pp2 tp2 1F1B dpo",
+    "shard2 simpo accumulate3",
+    "cp2 orpo tied",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",

@@ -228,6 +228,6 @@ def _model_parts(
 def _objective(config: Config, mesh: Mesh, *, weighted: bool) -> Objective:
     if config.finetune.objective == "sft":
         return WeightedObjective() if weighted else Objective()
-    from toolkit.finetune.dpo import PreferenceObjective
+    from toolkit.finetune.preferences import preference_objective
 
-    return PreferenceObjective(config.finetune.dpo, mesh.cp.get_group() if mesh.cp else None)
+    return preference_objective(config.finetune, mesh.cp.get_group() if mesh.cp else None)

@@ -135,7 +135,7 @@ def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (
             ["--config", "train_configs/debug_model.toml", "--finetune.objective", "dpo"],
             EXIT_CONFIG,
-            "pairs of answers have no loss",
+            "pairs of answers have no next-token loss",
         ),
         (["--text", "STORY", "--seq-len", "513"], EXIT_CONFIG, "at most 512"),
         (["--text", "STORY", "--seq-len", "32", "--stride", "64"], EXIT_CONFIG, "--stride"),

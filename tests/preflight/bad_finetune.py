@@ -176,10 +176,9 @@ CASES: list[Bad] = [
         prepare=_PAIR,
     ),
     bad(
-        "dpo_has_a_reference",
-        f"{DPO} finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
+        "pairs_are_read",
+        "finetune.objective=orpo finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
         "a classifier generates no answers",
-        also="dpo_reads_pairs",
         prepare=write("a.jsonl", json.dumps({"text": "a", "label": 1})),
     ),
     bad(
@@ -188,9 +187,14 @@ CASES: list[Bad] = [
         'has no effect with finetune.dpo.loss_type = "ipo"',
         prepare=_PAIR,
     ),
-    bad("dpo_reads_pairs", DPO, "rows with two answers", "set data.format to"),
-    bad("dpo_reads_pairs", f"data.document_mask=false {DPO} {PAIRS}", "must not attend", prepare=_PAIR),
-    bad("dpo_reads_pairs", f"data.train_on=all {DPO} {PAIRS}", "their common prompt", prepare=_PAIR),
+    bad("pairs_are_read", DPO, "rows with two answers", "set data.format to"),
+    bad(
+        "pairs_are_read",
+        f"data.document_mask=false finetune.objective=simpo {PAIRS}",
+        "must not attend",
+        prepare=_PAIR,
+    ),
+    bad("pairs_are_read", f"data.train_on=all {DPO} {PAIRS}", "their common prompt", prepare=_PAIR),
     bad(
         "pairs_are_compared",
         f"finetune.objective=sft {PAIRS}",

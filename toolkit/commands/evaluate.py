@@ -152,10 +152,10 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
 
     flags = ["--job.config_file", asked.config, "--validation.enable", "true", *words, *bos]
     check(config := preflight.load(flags, check))
-    if config.finetune.objective == "dpo":
+    if config.finetune.compares:
         key, fix = "finetune.objective", "give --text, or --tasks; the run's own validation compares pairs"
-        rule = "pairs of answers have no loss without the reference of their run"
-        raise ConfigError(Problem(rule, fix, key, "dpo", config.origin(key)))
+        rule = "pairs of answers have no next-token loss"
+        raise ConfigError(Problem(rule, fix, key, config.finetune.objective, config.origin(key)))
     return config
 
 

@@ -10,6 +10,7 @@ from toolkit.config.types import (
     MAX_CLASSES,
     LocalPath,
     NonNegative,
+    NonNegativeFloat,
     OnlyWith,
     Positive,
     PositiveFloat,
@@ -106,6 +107,39 @@ class DPO(Table):
     """Assumed fraction of pairs with flipped preference (conservative DPO), for loss_type sigmoid."""
 
 
+class CPO(Table):
+    """Contrastive preference optimization (Xu et al. 2024, arXiv:2401.08417)."""
+
+    beta: PositiveFloat = 0.1
+    """Factor of the log-probabilities of answers that are compared."""
+    loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
+    """Loss of the comparison, named as in trl."""
+    label_smoothing: Annotated[
+        float, Interval(ge=0, le=0.5), OnlyWith(".loss_type", ("sigmoid",), rejected=True)
+    ] = 0.0
+    """Assumed fraction of pairs with flipped preference, for loss_type sigmoid."""
+    alpha: NonNegativeFloat = 1.0
+    """Weight of the chosen answer's mean token loss."""
+
+
+class SimPO(Table):
+    """Simple preference optimization (Meng et al. 2024, arXiv:2405.14734)."""
+
+    beta: PositiveFloat = 2.0
+    """Factor of the mean log-probabilities of tokens that are compared."""
+    gamma: NonNegativeFloat = 1.0
+    """Margin by which the chosen answer's reward should exceed the rejected one's."""
+    label_smoothing: Annotated[float, Interval(ge=0, le=0.5)] = 0.0
+    """Assumed fraction of pairs with flipped preference."""
+
+
+class ORPO(Table):
+    """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691)."""
+
+    beta: PositiveFloat = 0.1
+    """Weight of the odds ratio beside the chosen answer's mean token loss (lambda in the paper)."""
+
+
 class Finetune(Table):
     """Choice of the trained parameters; all, by default."""
 
@@ -116,9 +150,10 @@ class Finetune(Table):
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
     """Merge LoRA updates into the model that checkpoint.last_save_in_hf and hf_export_interval export,
     instead of exporting a PEFT folder."""
-    objective: Literal["sft", "dpo"] = "sft"
-    """sft: next-token prediction; dpo: prefer chosen over rejected answers, relative to the model without its
-    adapter, on data of format preference."""
+    objective: Literal["sft", "dpo", "cpo", "simpo", "orpo"] = "sft"
+    """sft: next-token prediction. The others prefer chosen over rejected answers, on data of format
+    preference: dpo relative to the model without its adapter; cpo, simpo and orpo without a reference, so
+    that the whole model can be trained too."""
     trainable: list[str] = []
     """Name patterns of parameters to train, such as *norm.weight or tok_embeddings.*; empty trains all."""
     frozen: list[str] = []
@@ -133,6 +168,14 @@ class Finetune(Table):
     classification: Classification = Classification()
 
     dpo: Annotated[DPO, OnlyWith("finetune.objective", ("dpo",))] = DPO()
+    cpo: Annotated[CPO, OnlyWith("finetune.objective", ("cpo",))] = CPO()
+    simpo: Annotated[SimPO, OnlyWith("finetune.objective", ("simpo",))] = SimPO()
+    orpo: Annotated[ORPO, OnlyWith("finetune.objective", ("orpo",))] = ORPO()
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the objective compares pairs of answers."""
+        return self.objective != "sft"
 
     @property
     def adds(self) -> bool:

@@ -310,10 +310,10 @@ def _count(config: Config, batch: BatchShape, pp: int) -> int:
 
 
 def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[MicroBatch]:
-    """Return the micro-batches of the fake step; for DPO they have document indices."""
+    """Return the micro-batches of the fake step; for pairs of answers they have document indices."""
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
     shape = (rows, config.training.seq_len)
-    pairs = config.finetune.objective == "dpo"
+    pairs = config.finetune.compares
     return [
         {
             "tokens": torch.zeros(shape, dtype=torch.int64),

@@ -48,12 +48,13 @@ def formats_act(run: PlannedRun) -> list[Problem]:
 def pairs_are_compared(run: PlannedRun) -> list[Problem]:
     """Check that pairs of answers are used only with an objective that compares them."""
     paired = [corpus for corpus in corpora(run.config) if corpus.format == PREFERENCE]
-    if not paired or run.config.finetune.objective == "dpo":
+    if not paired or run.config.finetune.compares:
         return []
     key = paired[0].format_key
     rule = f"rows contain a rejected answer next to the chosen one ({key}), and both would be trained on"
     columns = '{completion = "chosen"}'
-    fix = f'set finetune.objective to "dpo", or {key} to "prompt_completion" with columns = {columns}'
+    objectives = '"dpo" (or cpo, simpo, orpo)'
+    fix = f'set finetune.objective to {objectives}, or {key} to "prompt_completion" with columns = {columns}'
     return [run.problem("finetune.objective", rule, fix, key)]
 
 

@@ -201,10 +201,10 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
         return []
     if not options.adds:
         rule = "the reference is the model without its adapter, and this run has no adapter"
-        return [run.problem(key, rule, 'set finetune.adapter = "lora" (or prefix_tuning, llama_adapter)')]
-    if options.classification.num_labels:
-        rule = "a classifier generates no answers to compare"
-        return [run.problem(key, rule, 'set it to "sft"')]
+        fix = (
+            'set finetune.adapter = "lora" (or prefix_tuning, llama_adapter), or it to "simpo" (or cpo, orpo)'
+        )
+        return [run.problem(key, rule, fix)]
     if options.trainable:
         rule = "it trains parts of the model, which without its adapter would no longer be the reference"
         return [run.problem("finetune.trainable", rule, "leave it empty")]
@@ -216,20 +216,23 @@ def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def dpo_reads_pairs(run: PlannedRun) -> list[Problem]:
+def pairs_are_read(run: PlannedRun) -> list[Problem]:
     """Check that each corpus has pairs of answers, and that answers cannot attend to each other."""
-    if run.config.finetune.objective != "dpo":
+    if not run.config.finetune.compares:
         return []
+    if run.config.finetune.classification.num_labels:
+        rule = "a classifier generates no answers to compare"
+        return [run.problem("finetune.objective", rule, 'set it to "sft"')]
     trained = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
     keys = {corpus.format_key for corpus in trained if corpus.format != PREFERENCE}
-    rule = "DPO needs rows with two answers to one prompt"
+    rule = "the objective needs rows with two answers to one prompt"
     objective = "finetune.objective"
     problems = [run.problem(key, rule, f'set {key} to "{PREFERENCE}"', objective) for key in sorted(keys)]
     if not run.config.data.document_mask:
         rule = "an answer must not attend to the one that it is compared with"
         problems.append(run.problem("data.document_mask", rule, "set it to true"))
     if run.config.data.train_on == "all":
-        rule = "DPO compares the answers of a pair, not their common prompt"
+        rule = "the objective compares the answers of a pair, not their common prompt"
         problems.append(run.problem("data.train_on", rule, 'set it to "assistant" or "last_assistant"'))
     return problems
 

@@ -25,7 +25,7 @@ from toolkit.data.conversation_rows import ConversationRows, statistics
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 from toolkit.finetune.apply import apply_finetune
-from toolkit.finetune.dpo import PreferenceObjective, without_adapter
+from toolkit.finetune.preferences import dpo_losses, preference_objective, without_adapter
 from toolkit.models.common.decoder import Decoder
 
 SEQ_LEN = 256
@@ -180,31 +180,40 @@ def _model(cache: TokenCache, dtype: torch.dtype) -> Decoder:
     return model
 
 
-def _loss(model: Decoder, batch: dict[str, Tensor | None], options: DPO) -> tuple[Tensor, dict[str, float]]:
+def _loss(
+    model: Decoder, batch: dict[str, Tensor | None], objective: str, **options: Any
+) -> tuple[Tensor, dict[str, float]]:
     """The mean over the pairs of the batch, and what is reported."""
 
     def forward(batch: dict[str, Tensor | None]) -> Tensor:
         tokens, *others = (batch[name] for name in ("tokens", "positions", "documents", "labels"))
         return model(tokens, **dict(zip(("positions", "documents", "labels"), others, strict=True)))
 
-    objective = PreferenceObjective(options, None)
+    table = Finetune.model_validate({"objective": objective, objective: options})
+    compared = preference_objective(table, None)
     assert model.output is not None
-    model.output.reduction = objective.reduction
-    batch = objective.with_reference(objective.prepare(batch), [model], forward)
-    loss, sums = objective(forward(batch), batch)
-    count = objective.count([batch])
-    return loss / count, dict(zip(objective.names, (sums[1:] / count).tolist(), strict=True))
+    model.output.reduction = compared.reduction
+    batch = compared.with_reference(compared.prepare(batch), [model], forward)
+    loss, sums = compared(forward(batch), batch)
+    count = compared.count([batch])
+    return loss / count, dict(zip(compared.names, (sums[1:] / count).tolist(), strict=True))
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [it for it in model.parameters() if it.requires_grad]))
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_packed_pairs_are_those_that_are_not(cache: TokenCache, loss_type: str) -> None:
-    model, options = _model(cache, torch.float64), DPO.model_validate({"loss_type": loss_type})
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [("dpo", {}), ("dpo", {"loss_type": "ipo"}), ("cpo", {}), ("simpo", {}), ("orpo", {})],
+    ids=str,
+)
+def test_packed_pairs_are_those_that_are_not(
+    cache: TokenCache, objective: str, options: dict[str, Any]
+) -> None:
+    model = _model(cache, torch.float64)
     (packed, told), (padded, also) = (
-        _loss(model, _batch(cache, packing=it), options) for it in (True, False)
+        _loss(model, _batch(cache, packing=it), objective, **options) for it in (True, False)
     )
     assert packed.item() == pytest.approx(padded.item(), rel=1e-12) != pytest.approx(np.log(2), rel=1e-3)
     assert told == pytest.approx(also, rel=1e-9)
@@ -274,22 +283,96 @@ def test_the_loss_is_that_of_trl(cache: TokenCache, loss_type: str) -> None:
     )  # fmt: skip
     inputs = DataCollatorForPreference(pad_token_id=0)(list(_examples(cache)))
     expected = DPOTrainer._compute_loss(trainer, trainer.model, inputs, False)
-    options = DPO.model_validate({"beta": 0.3, "loss_type": loss_type})
-    found, told = _loss(model, _batch(cache, packing=True), options)
+    found, told = _loss(model, _batch(cache, packing=True), "dpo", beta=0.3, loss_type=loss_type)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert told == pytest.approx({name: metrics["train"][name][0] for name in told}, rel=1e-4)
     for mine, theirs in zip(_gradients(model, found), _gradients(model, expected), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * theirs.abs().max().item())
 
 
+class _OfLogits(nn.Module):
+    """Answers to what trl asks of a model in its trainers without a reference."""
+
+    def __init__(self, model: Decoder):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, **options: Any) -> Any:
+        return SimpleNamespace(logits=self.model(input_ids))
+
+
+def _pair_batch(example: dict[str, list[int]]) -> dict[str, Tensor]:
+    """One pair as trl batches it, so that its means over the tokens of a batch are those of the pair."""
+    batch = {}
+    prompt = example["prompt_ids"]
+    for name in ("chosen", "rejected"):
+        ids = torch.tensor([prompt + example[f"{name}_ids"]])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        batch |= {f"{name}_input_ids": ids, f"{name}_attention_mask": torch.ones_like(ids)}
+        batch[f"{name}_labels"] = labels
+    return batch
+
+
+REFERENCE_FREE = [
+    ("cpo", {"beta": 0.3, "alpha": 0.7}),
+    ("cpo", {"beta": 0.2, "alpha": 0.0, "label_smoothing": 0.1}),
+    ("cpo", {"beta": 0.3, "alpha": 1.0, "loss_type": "hinge"}),
+    ("simpo", {"beta": 2.5, "gamma": 1.2, "label_smoothing": 0.05}),
+    ("orpo", {"beta": 0.4}),
+]
+
+
+@pytest.mark.parametrize(("objective", "options"), REFERENCE_FREE, ids=str)
+def test_a_loss_without_a_reference_is_that_of_trl(
+    cache: TokenCache, objective: str, options: dict[str, Any]
+) -> None:
+    """But for ORPO's loss of the chosen answer, which trl takes over the prompt too."""
+    pytest.importorskip("trl")
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    model = _model(cache, torch.float64)
+    kind = "simpo" if objective == "simpo" else options.get("loss_type", "sigmoid")
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu")), is_encoder_decoder=False, pad_token_id=0,
+        padding_value=0,
+        aux_loss_enabled=False, concatenated_inputs=CPOTrainer.concatenated_inputs, alpha=0.0,
+        get_batch_logps=CPOTrainer.get_batch_logps, beta=options["beta"], loss_type=kind,
+        simpo_gamma=options.get("gamma", 0), label_smoothing=options.get("label_smoothing", 0),
+        cpo_alpha=options.get("alpha", float(objective == "orpo")),
+    )  # fmt: skip
+    losses, rewards = [], []
+    for example in _examples(cache):
+        pair = _pair_batch(example)
+        if objective == "orpo":
+            _, _, _, _, nll = CPOTrainer.concatenated_forward(trainer, _OfLogits(model), pair)
+            chosen, rejected, *_ = ORPOTrainer.concatenated_forward(trainer, _OfLogits(model), pair)
+            odds, *of_pair, _, _ = ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)
+            loss = nll - odds
+        else:
+            chosen, rejected, _, _, nll = CPOTrainer.concatenated_forward(trainer, _OfLogits(model), pair)
+            loss, *of_pair = CPOTrainer.cpo_loss(trainer, chosen, rejected)
+            loss = loss + trainer.cpo_alpha * nll
+        losses.append(loss)
+        rewards.append(of_pair)
+    expected = torch.cat(losses).mean()
+    found, told = _loss(model, _batch(cache, packing=True), objective, **options)
+    close = 1e-6 if objective == "orpo" else 1e-9  # trl's odds are in fp32
+    assert found.item() == pytest.approx(expected.item(), rel=close)
+    for name, values in zip(("chosen", "rejected"), zip(*rewards, strict=True), strict=True):
+        assert told[f"rewards/{name}"] == pytest.approx(torch.cat(values).mean().item(), rel=close)
+    for mine, theirs in zip(_gradients(model, found), _gradients(model, expected), strict=True):
+        largest = theirs.abs().max().item()
+        torch.testing.assert_close(mine, theirs, rtol=10 * close, atol=10 * close * largest)
+
+
 def test_some_pairs_may_be_taken_for_wrong() -> None:
     """Conservative DPO: with half of them wrong, no order is better than the other."""
-    from toolkit.finetune.dpo import pair_losses
-
     ratios, learnt = torch.tensor([[[2.0, -1.0], [-1.0, 2.0]]]), torch.ones(1, 2, 2)
-    plain = pair_losses(ratios, learnt, DPO())
+    plain = dpo_losses(ratios, learnt, DPO())[0]
     assert plain[0, 0] < plain[0, 1]
-    smooth = pair_losses(ratios, learnt, DPO(label_smoothing=0.25))
+    smooth = dpo_losses(ratios, learnt, DPO(label_smoothing=0.25))[0]
     torch.testing.assert_close(smooth, 0.75 * plain + 0.25 * plain.flip(1))
-    half = pair_losses(ratios, learnt, DPO(label_smoothing=0.5))
+    half = dpo_losses(ratios, learnt, DPO(label_smoothing=0.5))[0]
     torch.testing.assert_close(half[0, 0], half[0, 1])

@@ -1,0 +1,186 @@
+"""Preference optimization: increases the probability of the chosen answer to a prompt over that of the
+rejected one.
+
+DPO does so relative to a reference, the model without its adapter. It runs first, without gradients; its
+token losses minus the model's, summed over an answer, are the log-ratio of the answer's probabilities. The
+other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n is
+chosen, 2n + 1 rejected. All pairs have equal weight.
+
+Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.config.finetune import CPO, DPO, ORPO, Finetune, SimPO
+from toolkit.loss import IGNORED_LABEL
+from toolkit.parallel.autograd_collectives import all_reduce
+from toolkit.parallel.objective import MicroBatch, Objective
+
+PairLosses = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Function of the log-probabilities (or log-ratios) of the answers and their numbers of trained tokens, both
+(B, N, 2), that returns the loss of each pair (B, N), and the rewards (B, N, 2)."""
+
+
+class PreferenceObjective(Objective):
+    """The mean of ``losses`` over pairs, with the reward metrics that trl reports.
+
+    The ranks of ``group`` have shards of the same sequences.
+    """
+
+    reduction = "none"
+    names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+    fields = ("answers", "learnt")
+    token_fields = ("answers",)
+
+    def __init__(self, losses: PairLosses, group: dist.ProcessGroup | None):
+        self.losses = losses
+        self.group = group
+        # The ranks of a group have the same sums, so only one of them counts.
+        self.counts = group is None or group.rank() == 0
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        documents_BS, labels_BS = _required(batch, "documents"), _required(batch, "labels")
+        answers_BS = documents_BS.clamp(min=0).long()  # padding has no labels
+        length = labels_BS.shape[1]
+        learnt_BW = _by_answer((labels_BS != IGNORED_LABEL).long(), answers_BS, length + length % 2)
+        return batch | {"answers": answers_BS, "learnt": learnt_BW}
+
+    def count(self, batches: Sequence[MicroBatch]) -> Tensor:
+        return torch.stack([_pairs(batch)[1].sum() for batch in batches]).sum() * self.counts
+
+    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        learnt_BN2, valid_BN = _pairs(batch)
+        scores_BS, answers_BS = self.scores(output, batch).double(), _required(batch, "answers")
+        scores_BW = _by_answer(scores_BS, answers_BS, learnt_BN2[0].numel())
+        if self.group is not None:
+            scores_BW = all_reduce(scores_BW, self.group)
+        losses_BN, rewards_BN2 = self.losses(scores_BW.unflatten(1, (-1, 2)), learnt_BN2)
+        loss = torch.where(valid_BN, losses_BN, 0).sum()
+        chosen_BN, rejected_BN = (rewards_BN2.detach() * valid_BN[..., None]).unbind(-1)
+        margins_BN = chosen_BN - rejected_BN
+        sums = [it.sum().double() for it in (chosen_BN, rejected_BN, margins_BN > 0, margins_BN)]
+        return loss, torch.stack([loss.detach(), *sums]) * self.counts
+
+    def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the log-probability of each label (B, S), given the head's token losses."""
+        return -output.view_as(_required(batch, "answers"))
+
+
+class DPOObjective(PreferenceObjective):
+    """The same relative to the model without its adapter."""
+
+    fields = ("answers", "learnt", "reference")
+
+    def with_reference(
+        self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
+    ) -> MicroBatch:
+        with torch.no_grad(), without_adapter(models):
+            losses_T = forward(batch)
+        return batch | {
+            "reference": None if losses_T is None else losses_T.view_as(_required(batch, "answers"))
+        }
+
+    def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        reference_BS = _required(batch, "reference")
+        return reference_BS - output.view_as(reference_BS)
+
+
+def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> PreferenceObjective:
+    """Return the objective that ``finetune.objective`` names."""
+    match options.objective:
+        case "dpo":
+            return DPOObjective(partial(dpo_losses, options=options.dpo), group)
+        case "cpo":
+            return PreferenceObjective(partial(cpo_losses, options=options.cpo), group)
+        case "simpo":
+            return PreferenceObjective(partial(simpo_losses, options=options.simpo), group)
+        case _:
+            return PreferenceObjective(partial(orpo_losses, options=options.orpo), group)
+
+
+def dpo_losses(ratios_BN2: Tensor, learnt_BN2: Tensor, options: DPO) -> tuple[Tensor, Tensor]:
+    """Return DPO's losses and rewards."""
+    rewards_BN2 = options.beta * ratios_BN2
+    if options.loss_type == "hinge":
+        return F.relu(1 - _margins(rewards_BN2)), rewards_BN2
+    if options.loss_type == "ipo":
+        return (_margins(_means(ratios_BN2, learnt_BN2)) - 1 / (2 * options.beta)).square(), rewards_BN2
+    return _sigmoid_losses(_margins(rewards_BN2), options.label_smoothing), rewards_BN2
+
+
+def cpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: CPO) -> tuple[Tensor, Tensor]:
+    """Return CPO's losses: DPO's without a reference, plus the chosen answer's mean token loss."""
+    rewards_BN2 = options.beta * logps_BN2
+    margins_BN = _margins(rewards_BN2)
+    if options.loss_type == "hinge":
+        losses_BN = F.relu(1 - margins_BN)
+    else:
+        losses_BN = _sigmoid_losses(margins_BN, options.label_smoothing)
+    return losses_BN - options.alpha * _means(logps_BN2, learnt_BN2)[..., 0], rewards_BN2
+
+
+def simpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: SimPO) -> tuple[Tensor, Tensor]:
+    """Return SimPO's losses, which compare mean log-probabilities of tokens with a target margin."""
+    rewards_BN2 = options.beta * _means(logps_BN2, learnt_BN2)
+    return _sigmoid_losses(_margins(rewards_BN2) - options.gamma, options.label_smoothing), rewards_BN2
+
+
+def orpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: ORPO) -> tuple[Tensor, Tensor]:
+    """Return ORPO's losses: the chosen answer's mean token loss, and the odds ratio of the answers."""
+    means_BN2 = torch.where(learnt_BN2 > 0, _means(logps_BN2, learnt_BN2), -1)  # finite without tokens
+    odds_BN2 = means_BN2 - (-torch.expm1(means_BN2)).log()
+    ratios_BN = F.logsigmoid(_margins(odds_BN2))
+    return -means_BN2[..., 0] - options.beta * ratios_BN, options.beta * means_BN2
+
+
+def _margins(values_BN2: Tensor) -> Tensor:
+    return values_BN2[..., 0] - values_BN2[..., 1]
+
+
+def _means(sums_BN2: Tensor, learnt_BN2: Tensor) -> Tensor:
+    return sums_BN2 / learnt_BN2.clamp(min=1)
+
+
+def _sigmoid_losses(margins_BN: Tensor, smoothing: float) -> Tensor:
+    return -(1 - smoothing) * F.logsigmoid(margins_BN) - smoothing * F.logsigmoid(-margins_BN)
+
+
+@contextmanager
+def without_adapter(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Disable the adapters of ``models`` inside the context."""
+    adapters = [module for model in models for module in model.modules() if hasattr(module, "enabled")]
+    for adapter in adapters:
+        adapter.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True  # type: ignore[assignment]
+
+
+def _pairs(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the number of trained tokens of each answer (B, N, 2), and a mask of valid pairs (B, N)."""
+    learnt_BN2 = _required(batch, "learnt").unflatten(1, (-1, 2))
+    return learnt_BN2, (learnt_BN2 > 0).all(-1)
+
+
+def _required(batch: MicroBatch, name: str) -> Tensor:
+    value = batch[name]
+    assert value is not None, f"a batch of pairs needs {name}"
+    return value
+
+
+def _by_answer(values_BS: Tensor, answers_BS: Tensor, width: int) -> Tensor:
+    """Sum over the tokens of each answer: (B, W). Supports deterministic algorithms."""
+    rows = torch.arange(len(values_BS), device=values_BS.device)[:, None] * width
+    sums = values_BS.new_zeros(len(values_BS) * width)
+    return sums.index_add(0, (answers_BS + rows).flatten(), values_BS.flatten()).unflatten(0, (-1, width))
