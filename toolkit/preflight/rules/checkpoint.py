@@ -25,7 +25,8 @@ _FOUND_BY = ("checkpoint.folder", "job.dump_folder", "checkpoint.enable")
 _SINCE_0_2 = {
     field.name: field.default
     for field in fields(ModelArgs)
-    if field.name in ("family", "qk_norm", "qkv_bias", "sliding_window", "classifier")
+    if field.name in ("family", "qk_norm", "qkv_bias", "out_bias", "sinks", "sliding_window", "classifier")
+    or field.name == "full_attention_step"
 }  # with the values implied by older manifests
 
 
