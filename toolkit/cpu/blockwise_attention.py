@@ -112,12 +112,8 @@ def attend_backward(
                 grad_sinks_KG[block.heads] += block.of_sinks(grad_all_NMW).sum((0, 3), dtype=precise)
             block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
             block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
-            del (
-                all_NMW,
-                weights_NMW,
-                grad_all_NMW,
-                grad_scores_NMW,
-            )  # freed before the next block allocates its own
+            # Freed before the next block allocates its own.
+            del all_NMW, weights_NMW, grad_all_NMW, grad_scores_NMW
         for grad_BSKE, grad_RKES in zip(grads[1:], (grad_k_RKES, grad_v_RKES), strict=True):
             grad_BSKE[rows].flatten(2).copy_(grad_RKES.to(grad_BSKE.dtype).flatten(1, 2).mT)
     grad_sinks = q_BQHE.new_empty(0) if sinks_H is None else grad_sinks_KG.flatten().to(sinks_H.dtype)
@@ -241,9 +237,8 @@ def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterat
         of_head = size * rows * group * (end - begin) * (keys.stop - start)
         at_once = max(1, _score_bytes() // of_head)
         for head in range(0, heads, at_once):
-            yield _Block(
-                slice(head, min(head + at_once, heads)), slice(begin, end), keys, own_QQ, earlier_R11QL
-            )
+            key_heads = slice(head, min(head + at_once, heads))
+            yield _Block(key_heads, slice(begin, end), keys, own_QQ, earlier_R11QL)
 
 
 def _by_key_head(x_RQHE: Tensor, heads: int) -> Tensor:

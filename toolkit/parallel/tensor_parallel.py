@@ -96,8 +96,8 @@ def local_shard(weight: Tensor, gradient: Placement | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """DTensor placement of a parameter, and of its gradient if it differs. Forward reads the parameter divided
-    by the number of ranks if ``divided``, so that the sum over ranks contains it once."""
+    """DTensor placement of a parameter, and of its gradient if it differs. If ``divided``, forward reads it
+    divided by the number of ranks, so that the sum over ranks contains it once."""
 
     placement: Placement
     gradient: Placement | None = None
