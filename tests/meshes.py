@@ -471,8 +471,6 @@ MORE = [
     "tp2 gpt_oss compiled",
     "shard2 gpt_oss compiled AC-full",
     "shard2 gpt_oss bfloat16",
-    "tp2 gpt_oss lora",
-    "shard2 gpt_oss qlora",
     # Other families.
     "shard2 cp2 tp2 qwen3 AC-full",
     "shard2 cp2 tp2 gated tied AC-op accumulate3",
@@ -854,6 +852,8 @@ FINETUNED_MORE = [
     ),
     "shard2 ep2 moe lora tied",
     "tp4 ep2 moe lora router",
+    "tp2 gpt_oss lora",
+    "shard2 ep2 gpt_oss lora AC-full",
     "shard2 ep2 moe dpo",
     "shard2 tp2 ep2 moe dpo AC-full",
     "shard2 compiled moe lora",

@@ -145,8 +145,9 @@ def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) ->
 
 
 def _backward(ctx: Any, grad_BQHE: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, grad_sinks = attend_backward(grad_BQHE, *ctx.saved_tensors)
-    return *grads, None, grad_sinks if ctx.saved_tensors[-1] is not None else None
+    *_, sinks_H = saved = ctx.saved_tensors  # once: a checkpoint hands out each tensor once
+    *grads, grad_sinks = attend_backward(grad_BQHE, *saved)
+    return *grads, None, None if sinks_H is None else grad_sinks
 
 
 attend.register_autograd(_backward, setup_context=_keep_inputs)
