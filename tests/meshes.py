@@ -470,7 +470,7 @@ MORE = [
     "cp2 gpt_oss aux-seq tied",
     "tp2 gpt_oss compiled",
     "shard2 gpt_oss compiled AC-full",
-    "shard2 gpt_oss bfloat16",
+    "shard2 gpt_oss float32 AC-op",
     # Other families.
     "shard2 cp2 tp2 qwen3 AC-full",
     "shard2 cp2 tp2 gated tied AC-op accumulate3",
@@ -854,6 +854,7 @@ FINETUNED_MORE = [
     "tp4 ep2 moe lora router",
     "tp2 gpt_oss lora",
     "shard2 ep2 gpt_oss lora AC-full",
+    "shard2 qlora gpt_oss",
     "shard2 ep2 moe dpo",
     "shard2 tp2 ep2 moe dpo AC-full",
     "shard2 compiled moe lora",
