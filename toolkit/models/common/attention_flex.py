@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from toolkit.compat import higher_order_wrap
 from toolkit.models.common.attention import AttentionBackend
@@ -68,13 +68,14 @@ class FlexAttention(AttentionBackend):
             flex = _compiled(flex_attention)
         found = flex(
             q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
-            kernel_options=_KERNEL_OPTIONS if q_BHSE.is_cuda else None, return_lse=sinks_H is not None,
+            kernel_options=_KERNEL_OPTIONS if q_BHSE.is_cuda else None,
+            return_aux=None if sinks_H is None else AuxRequest(lse=True),
         )  # fmt: skip
         if sinks_H is None:
             return found.transpose(1, 2)
         # The sink multiplies the denominator exp(lse) by 1 + exp(sink - lse). Both gradients pass the lse.
-        out_BHSE, lse_BHS = found
-        kept_BHS = torch.sigmoid(lse_BHS - sinks_H[:, None])
+        out_BHSE, aux = found
+        kept_BHS = torch.sigmoid(aux.lse - sinks_H[:, None])
         return (out_BHSE * kept_BHS[..., None].to(out_BHSE.dtype)).transpose(1, 2)
 
 
