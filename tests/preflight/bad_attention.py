@@ -6,8 +6,6 @@ import os
 
 from tests.preflight.bad_runs import H100, V100, Bad, bad
 
-ROTATE = "parallelism.context_parallel_rotate_method"
-
 CASES: list[Bad] = [
     bad("attention_runs_on_device", "model.attention=flex", "no backward on CPU", '"sdpa"'),
     bad("attention_runs_on_device", "model.attention=varlen", "CUDA", '"auto"'),
@@ -38,20 +36,13 @@ CASES: list[Bad] = [
     *(
         bad(
             "attention_takes_sinks",
-            f"model.attention={name} model.name=gpt_oss data.document_mask=false {ROTATE}=allgather",
+            f"model.attention={name} model.name=gpt_oss data.document_mask=false",
             f"{name} does not support the attention sinks",
             'model.attention = "auto"',
             hardware=H100,
             also="attention_takes_window" if name == "flash" else "",
         )
         for name in ("flash", "varlen")
-    ),
-    bad(
-        "attention_takes_sinks",
-        f"{ROTATE}=alltoall model.name=gpt_oss parallelism.context_parallel_degree=2",
-        "ring attention does not support the attention sinks",
-        'set it to "allgather"',
-        world=2,
     ),
     bad(
         "attention_takes_precision",

@@ -43,7 +43,7 @@ CASES: list[Bad] = [
             "lora_has_targets",
             f"finetune.lora.target_modules={target} {LORA} model.name=gpt_oss",
             f'"{target}" is not a linear layer, and LoRA adapts no routers and experts of this model',
-            "use some of wq, q_proj",
+            "use some of wq, wk, wv, wo, q_proj",
         )
         for target in ("experts", "w1", "gate")
     ),

@@ -176,7 +176,7 @@ def attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
     if args.sinks:
         rows.append(
             ParameterRow("attention.sinks.weight", (args.n_heads,), drawn, "self_attn.sinks", "column",
-                reads=())
+                reads=("attention_norm",))
         )  # fmt: skip
     rows.append(
         ParameterRow(

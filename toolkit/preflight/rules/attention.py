@@ -5,10 +5,8 @@ from __future__ import annotations
 from toolkit.errors import Problem
 from toolkit.hardware import lacks_c_compiler
 from toolkit.models.common.attention_choice import WITH_SINKS, flavor_attention
-from toolkit.parallel.dims import uses_ring
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
-_ROTATE = "parallelism.context_parallel_rotate_method"
 _FLASH_KERNEL = ("flash", "varlen")
 _NOT_ON_CPU = {
     "flex": "FlexAttention has no backward on CPU",
@@ -88,17 +86,11 @@ def attention_takes_window(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def attention_takes_sinks(run: PlannedRun) -> list[Problem]:
-    """Check that the backend, and ring attention, support the model's attention sinks."""
-    if run.model is None or not run.model.sinks:
+    """Check that the backend supports the model's attention sinks."""
+    if run.model is None or not run.model.sinks or run.attention in WITH_SINKS:
         return []
-    problems, options = [], run.config.parallelism
-    if run.attention not in WITH_SINKS:
-        rule = f"{run.attention} does not support the attention sinks of this model"
-        problems.append(run.problem(_chooser(run), rule, 'set model.attention = "auto" or "sdpa"'))
-    if uses_ring(options, device=run.hardware.device, documents=run.config.data.document_mask):
-        rule = "ring attention does not support the attention sinks of this model"
-        problems.append(run.problem(_ROTATE, rule, 'set it to "allgather"'))
-    return problems
+    rule = f"{run.attention} does not support the attention sinks of this model"
+    return [run.problem(_chooser(run), rule, 'set model.attention = "auto" or "sdpa"')]
 
 
 @rule()
