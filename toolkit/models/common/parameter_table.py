@@ -153,7 +153,7 @@ def attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
                 replace(weight, name=f"attention.{ours}.bias", shape=(size,), init=Init(),
                         hf=f"self_attn.{theirs}.bias", linear=False)
             )  # fmt: skip
-    attended = ("attention.wq", "attention.wk", "attention.wv")
+    attended: tuple[str, ...] = ("attention.wq", "attention.wk", "attention.wv")
     if args.qk_norm:
         attended = ("attention.q_norm", "attention.k_norm", "attention.wv")
     if args.sinks:
