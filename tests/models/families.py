@@ -105,7 +105,7 @@ FAMILIES = {
     ),
     # Five heads of queries for each of keys and values; a window shorter than most texts.
     "gpt_oss": Family(
-        "GptOss", {"20B": 20_914_757_184, "120B": 116_829_156_672},
+        "GptOss", {"20B": 20_914_757_184, "120B": 116_829_156_672}, "gptoss",
         options={
             "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 13,
             "num_attention_heads": 10, "intermediate_size": 40, "rope_parameters": None,
