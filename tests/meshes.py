@@ -120,6 +120,8 @@ WORDS: dict[str, Settings] = {
     "mla": {"model.name": "deepseek_v3", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
     # Queries that are not made from a latent vector, and scores that are a softmax.
     "mla2": {"model.name": "deepseek_v2", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
+    # Sinks, biases of everything, and a window of half a row in every other block.
+    "gpt_oss": {"model.name": "gpt_oss", "model.flavor": "debugmodel", "model.ffn_dim": None},
     "moe-wide": {"model.name": "experts", "model.flavor": "wide"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
@@ -264,6 +266,7 @@ CURVES = (
     "moe",
     "mla",
     "mla2",
+    "gpt_oss",
     "moe-wide",
     "router",
     "aux",
@@ -377,6 +380,9 @@ FAST = [
     # Latent attention.
     "tp2 mla aux AC-full",
     "shard2 ep2 mla aux balanced",
+    # Sinks and biases.
+    "tp2 gpt_oss aux AC-full",
+    "shard2 ep2 gpt_oss aux AC-op",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
@@ -467,6 +473,17 @@ MORE = [
     "shard2 tp2 mla muon",
     "shard2 tp2 mla float32",
     "shard2 mla2 bfloat16",
+    # Sinks and biases.
+    "shard4 gpt_oss aux accumulate3",
+    "replicate2 shard2 HYBRID_SHARD gpt_oss aux-seq",
+    "tp2 gpt_oss aux tied keep-gathered",
+    "tp2 ep2 gpt_oss aux",
+    "pp2 1F1B gpt_oss aux AC-full",
+    "pp2 ZBVZeroBubble never gpt_oss tied",
+    "cp2 gpt_oss aux-seq tied",
+    "tp2 gpt_oss compiled",
+    "shard2 gpt_oss compiled AC-full",
+    "shard2 gpt_oss float32 AC-op",
     # Other families.
     "shard2 cp2 tp2 qwen3 AC-full",
     "shard2 cp2 tp2 gated tied AC-op accumulate3",
@@ -850,6 +867,9 @@ FINETUNED_MORE = [
     ),
     "shard2 ep2 moe lora tied",
     "tp4 ep2 moe lora router",
+    "tp2 gpt_oss lora",
+    "shard2 ep2 gpt_oss lora AC-full",
+    "shard2 qlora gpt_oss",
     "shard2 ep2 moe dpo",
     "shard2 tp2 ep2 moe dpo AC-full",
     "shard2 compiled moe lora",

@@ -199,9 +199,10 @@ def new_model(config: Config, data: RunData) -> Decoder:
     given = {key: attrgetter(key)(config) for key in _PLAIN}
     if problems := [Problem(rule, fix, key, it) for key, it in given.items() if it != _PLAIN[key]]:
         raise ConfigError(problems)
+    args = model_args(config, tokenizer_vocab=data.n_words)
     model = meta_decoder(
-        model_args(config, tokenizer_vocab=data.n_words),
-        attention=attention_name(config, detect(config.training.device).device),
+        args,
+        attention=attention_name(config, detect(config.training.device).device, args),
         loss_chunk_tokens=config.training.loss_chunk_tokens,
     )
     return model.to(process_group.DTYPES[config.training.dtype])

@@ -42,11 +42,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return native_dtype(device) if name == "auto" else DTYPES[name]
 
 
-def compiles(config: Config, device: torch.device) -> bool:
+def compiles(config: Config, device: torch.device, args: ModelArgs) -> bool:
     """Report whether anything is compiled: the model or, on CUDA, FlexAttention or fused parts."""
     if config.compile.enable or device.type != "cuda":
         return config.compile.enable
-    return bool(config.training.fused_parts) or attention_name(config, device.type) == "flex"
+    return bool(config.training.fused_parts) or attention_name(config, device.type, args) == "flex"
 
 
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
@@ -81,7 +81,7 @@ def build_model(
     """
     fused.enable(config.training.fused_parts if device.type == "cuda" else ())
     cpu.enable(config.training.cpu_fast_paths)
-    if compiles(config, device):
+    if compiles(config, device, args):
         from toolkit.parallel.compile import allow_split_backward, limit_recompilation, set_cache_folder
         from toolkit.parallel.pipeline_schedules import may_split_backward
 
@@ -102,7 +102,7 @@ def build_model(
     for modules in _modules_of_rank(stages, mesh):
         model = meta_decoder(
             args,
-            attention=attention_name(config, device.type),
+            attention=attention_name(config, device.type, args),
             loss_chunk_tokens=config.training.loss_chunk_tokens,
         )
         if modules:

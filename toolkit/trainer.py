@@ -137,7 +137,7 @@ class Trainer:
 
     def _compile_clock(self) -> Callable[[], float]:
         """Return a function that returns the seconds spent compiling since its last call."""
-        if not compiles(self.config, self.device):
+        if not compiles(self.config, self.device, self.args):
             return lambda: 0.0
         from toolkit.parallel.compile import CompileClock
 

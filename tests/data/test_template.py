@@ -145,6 +145,20 @@ def test_think_blocks_of_templates_that_trl_ships(tmp_path: Path, name: str) -> 
         assert "think" not in learnt and learnt.count("yes") == 2
 
 
+def test_an_answer_that_would_lose_its_text_is_refused(tmp_path: Path) -> None:
+    """In gpt-oss' template, the token after an answer depends on whether it is the last one."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}<|im_start|>final\n{% endif %}{{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}{{ eos_token }}{% else %}<|im_end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder = other_tokenizer(tmp_path)
+    assert _learnt(folder, ASKED, template=template) == "<|im_start|>final\nyes<|end_of_text|>"
+    with pytest.raises(DataError, match="the end of message 2 cannot be determined"):
+        _learnt(folder, ASKED * 2, template=template)
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_token_that_ends_the_dialog_ends_its_last_answer_alone(tmp_path: Path, turns: int) -> None:
     """Where no turn has special tokens, what is between the answers is not learnt."""

@@ -21,6 +21,8 @@ from toolkit.preflight.planned_run import PlannedRun
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "train_configs/fine_tune"
 MODELS = {
+    "gpt_oss_20b_lora": ("gpt_oss", "20B"),
+    "gpt_oss_20b_qlora": ("gpt_oss", "20B"),
     "llama2_70b_full": ("llama2", "70B"),
     "llama2_7b_lora": ("llama2", "7B"),
     "llama3_1b_lora": ("llama3.2", "1B"),

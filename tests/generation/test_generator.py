@@ -85,7 +85,11 @@ LATENT = small("deepseek_v3", n_layers=2, n_heads=4, n_kv_heads=4, head_dim=None
 """A model whose cache has latent vectors."""
 
 
-@pytest.mark.parametrize("args", [ARGS, WINDOWED, LATENT], ids=["all", "window", "latent"])
+SINKS = small("gpt_oss", n_layers=2, ffn_dim=None)
+"""With sinks, and a window in the first block alone."""
+
+
+@pytest.mark.parametrize("args", [ARGS, WINDOWED, LATENT, SINKS], ids=["all", "window", "latent", "sinks"])
 @pytest.mark.parametrize(("attention", "products"), [("sdpa", False), ("blockwise", False), ("sdpa", True)])
 def test_a_chunk_after_others(
     args: ModelArgs, attention: str, products: bool, monkeypatch: pytest.MonkeyPatch
@@ -154,7 +158,7 @@ def test_products_of_a_token_where_torchs_kernel_is_slower(monkeypatch: pytest.M
     assert not token_attention.takes(query, shared, 100) and not token_attention.takes(query, own, 10_000)
 
 
-@pytest.mark.parametrize("args", [ARGS, WINDOWED], ids=["all", "window"])
+@pytest.mark.parametrize("args", [ARGS, WINDOWED, SINKS], ids=["all", "window", "sinks"])
 def test_compiled(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without breaks for all steps, of 64 columns or more, another for each capacity; its cache is
     used again."""

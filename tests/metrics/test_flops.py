@@ -65,6 +65,15 @@ def test_a_window_stands_in_for_a_longer_sequence():
     assert causal == pytest.approx(per_pair * seen, rel=1e-3)  # a token counts itself by half, as ever
 
 
+def test_every_other_window():
+    """In gpt-oss 20B, 12 blocks of 24 see 128 tokens, and 4 experts of 32 compute a token."""
+    args, seq_len = resolve("gpt_oss", "20B"), 4096
+    attention = 12 * 12 * 64 * 64 * (128 + seq_len)
+    expected = 6 * (4_187_440_704 - 201088 * 2880) + attention
+    assert flops_per_token(args, seq_len=seq_len) == expected
+    assert fine_tuning_flops(args, Finetune(), seq_len=seq_len) == expected
+
+
 # Sizes beside which norms, of which torch counts nothing, an adapter of rank 1 and the attention of one block
 # in backward are small: 3%, where one of the parts that are counted is 10% or more.
 SMALL = small(dim=256, ffn_dim=512, vocab_size=512)

@@ -48,8 +48,11 @@ def attend(
     return torch.cat(outputs, dim=1)
 
 
-def by_definition(qkv: list[Tensor], documents: Tensor | None, window: int) -> Tensor:
-    """Attention of each token to those of its document among the last ``window``, itself included."""
+def by_definition(
+    qkv: list[Tensor], documents: Tensor | None, window: int, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Attention of each token to those of its document among the last ``window``, itself included, and to the
+    sinks, which have no values."""
     q, k, v = qkv
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bihe,bjhe->bhij", q, k) / q.shape[-1] ** 0.5
@@ -57,7 +60,10 @@ def by_definition(qkv: list[Tensor], documents: Tensor | None, window: int) -> T
     seen = (before >= 0) & (before < window)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None])
-    return torch.einsum("bhij,bjhe->bihe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.view(-1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    return torch.einsum("bhij,bjhe->bihe", scores.softmax(-1)[..., :LENGTH], v)
 
 
 def with_gradients(

@@ -103,6 +103,15 @@ FAMILIES = {
         "DeepseekV2", {"16B": 15_706_484_224, "236B": 235_741_434_880}, options=_MLA,
         active={"16B": 2_661_150_208, "236B": 21_375_800_320},
     ),
+    # Five heads of queries for each of keys and values; a window shorter than most texts.
+    "gpt_oss": Family(
+        "GptOss", {"20B": 20_914_757_184, "120B": 116_829_156_672}, "gptoss",
+        options={
+            "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 13,
+            "num_attention_heads": 10, "intermediate_size": 40, "rope_parameters": None,
+        },
+        active={"20B": 4_187_440_704, "120B": 5_711_982_912},
+    ),
     # The form of the largest DeepSeek-V2: groups, scaled weights and latent queries.
     "deepseek_v2-grouped": Family(
         "DeepseekV2", {},

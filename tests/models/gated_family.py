@@ -53,7 +53,7 @@ class Gated(ModelSpec):
             def __init__(self, args: ModelArgs, **options: Any):
                 super().__init__(args, **options)
                 for name in self.layers:
-                    self.layers[name] = GatedBlock(args, self.attention)
+                    self.layers[name] = GatedBlock(args, self.backends[args.window(int(name))])
 
         return GatedDecoder
 

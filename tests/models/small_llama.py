@@ -29,7 +29,7 @@ def build(args: ModelArgs, dtype: torch.dtype = torch.float64, **options) -> Dec
     """Random weights with which attention is far from uniform, so that a wrong angle or mask shows."""
 
     def rule(name: str) -> Init:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return Init(std=0.05)
         return Init(std=0.2) if name.endswith(("wq.weight", "wk.weight")) else init_rule(name, args)
 

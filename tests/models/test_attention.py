@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,8 +29,11 @@ from tests.models.attention_cases import (
 from tests.models.small_llama import build, small, tokens_and_labels
 from tests.models.varlen_on_cpu import give_varlen_a_cpu_kernel
 from toolkit.models.common.attention import attention_backend
+from toolkit.models.common.attention_choice import WITH_SINKS
 from toolkit.models.common.attention_sdpa import attention_mask, causal_mask, cuda_kernels, sdpa
 from toolkit.models.common.attention_varlen import document_bounds, query_bounds
+from toolkit.models.common.decoder import Decoder
+from toolkit.models.registry import resolve
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -99,6 +104,31 @@ def test_windows(name: str, window: int) -> None:
             torch.testing.assert_close(
                 [found] if isinstance(found, Tensor) else found, expected, rtol=1e-12, atol=1e-12
             )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 1, 64])
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_sinks(name: str, window: int | None) -> None:
+    """They join the denominator, and have gradients, where there are documents and windows too."""
+    backend: Any = attention_backend(name, window)
+    sinks = torch.linspace(-3, 4, 8, dtype=torch.float64)
+    leaves = [x.requires_grad_(name != "flex") for x in (*inputs(8, 2), sinks)]
+    *qkv, sinks = leaves
+    for documents in (None, PACKED):
+        out = backend(*qkv, backend.mask(documents, ROWS, LENGTH, sinks.device), sinks_H=sinks)
+        expected = by_definition(qkv, documents, window or LENGTH, sinks)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        if name != "flex":
+            grads = [torch.autograd.grad(weighed(it), leaves) for it in (out, expected)]
+            torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+
+
+def test_only_some_backends_take_sinks() -> None:
+    names = ("sdpa", "flash", "flex", "varlen", "blockwise")
+    assert [name for name in names if attention_backend(name).takes_sinks] == list(WITH_SINKS)
+    with pytest.raises(ValueError, match="Flash attention does not support sinks"):
+        Decoder(resolve("gpt_oss", "debugmodel"), attention="flash")
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "varlen", "blockwise"])

@@ -91,8 +91,10 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
     for parameter_name, parameter in model.named_parameters():
         row, ours = rows[parameter_name], parameter.grad
         theirs = torch.stack([reference_grads[it] for it in row.hf_names])
-        if not row.experts:
+        if not row.experts or row.fused:
             [theirs] = theirs
+        if row.fused:
+            theirs = theirs[..., row.fused.first :: row.fused.count].movedim(-1, 1)
         if row.rotary:
             pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
             ours = pairs.transpose(1, 2).reshape(theirs.shape)
@@ -228,7 +230,9 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
         theirs.max_position_embeddings,
         theirs.tie_word_embeddings,
     )
-    assert set(getattr(theirs, "layer_types", ["full_attention"])) == {"full_attention"}
+    windows = [args.window(layer) for layer in range(args.n_layers)]
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    assert getattr(theirs, "layer_types", layer_types) == layer_types
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2.5", "qwen3"])
@@ -260,7 +264,6 @@ def test_the_window_of_a_mistral_is_what_it_is_for_transformers(
     [
         ({"use_sliding_window": True}, "use_sliding_window = true: must be false"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
-        ({"attention_bias": True}, "attention_bias = true: must be false: the output projection of a"),
         ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
     ],
 )
@@ -287,7 +290,16 @@ def test_a_registered_family_may_have_another_name_than_its_files(
     assert read_hf_config(tmp_path) == args
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if "mistral" not in name and PARAMETERS[name]])
+@pytest.mark.parametrize("name", [name for name in presets() if name != "gpt_oss"])
+def test_biases_of_attention_are_refused_of_families_without_them(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="attention_bias = true: must be false: the output projection of a"):
+        read_hf_config(_config_without(tmp_path, name, attention_bias=True))
+
+
+WINDOWLESS = [name for name in PARAMETERS if "mistral" not in name and name != "gpt_oss" and PARAMETERS[name]]
+
+
+@pytest.mark.parametrize("name", WINDOWLESS)
 def test_a_window_is_refused_of_families_without_one(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sliding_window = 64: must be absent"):
         read_hf_config(_config_without(tmp_path, name, use_sliding_window=True, sliding_window=64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.models.families import read, save_transformers
 from toolkit.models.common.args import ModelArgs, MoEArgs
 from toolkit.models.common.decoder import FeedForward
 from toolkit.models.common.moe import BALANCE_LOSS, LOAD, Z_LOSS, MoE, RouterLosses, Routing, count, shares
@@ -224,6 +226,28 @@ def test_the_balancing_loss_is_that_of_transformers(top_k: int) -> None:
         for loss in (ours[BALANCE_LOSS] * top_k / tokens, 0.01 * theirs)
     ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
+
+
+def test_the_balancing_loss_and_gradients_of_a_router_with_biases_are_those_of_transformers(
+    tmp_path: Path,
+) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_func
+
+    reference, model = save_transformers(tmp_path, "gpt_oss"), read(tmp_path)
+    tokens, found = torch.arange(120).view(2, 60), []
+    for block in model.layers.values():
+        block.moe.losses = RouterLosses(balance=1.0)
+        block.moe.register_forward_hook(lambda *it: found.append(it[-1].losses[BALANCE_LOSS] / 120))
+    model(tokens)
+    logits = reference(tokens, output_router_logits=True).router_logits
+    theirs = [load_balancing_loss_func((it,), 8, 3) / 3 for it in logits]  # as above
+    torch.testing.assert_close(torch.stack(found), torch.stack(theirs), rtol=1e-5, atol=0)
+    sum(found).backward()
+    sum(theirs).backward()
+    for block, layer in zip(model.layers.values(), reference.model.layers, strict=True):
+        for name in ("weight", "bias"):
+            ours, grad = (getattr(it, name).grad for it in (block.moe.router.gate, layer.mlp.router))
+            assert (ours - grad).norm() <= 1e-5 * grad.norm()
 
 
 def test_a_balanced_router_has_a_loss_of_one_per_token() -> None:

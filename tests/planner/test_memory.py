@@ -195,7 +195,8 @@ def test_the_ranks_of_a_world_hold_the_model(layout: str, tmp_path: Path) -> Non
             whole[part.name] = math.prod(part.whole)
     assert sum(whole.values()) == parameter_count(run.model)
     for name, numbers in whole.items():
-        copies = run.mesh.dp_replicate * (run.mesh.tp if name.endswith("norm.weight") else 1)
+        shared = name.endswith(("norm.weight", "router.gate.weight", "router.gate.bias", "expert_bias"))
+        copies = run.mesh.dp_replicate * (run.mesh.tp if shared else 1)
         tied = run.model.tie_embeddings and run.mesh.pp > 1 and name == "tok_embeddings.weight"
         assert held[name] == numbers * copies * (2 if tied else 1), name
 

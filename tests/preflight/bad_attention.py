@@ -33,6 +33,17 @@ CASES: list[Bad] = [
         'set it to "varlen", or training.seq_len to 16 or less',
         hardware=H100,
     ),
+    *(
+        bad(
+            "attention_takes_sinks",
+            f"model.attention={name} model.name=gpt_oss data.document_mask=false",
+            f"{name} does not support the attention sinks",
+            'model.attention = "auto"',
+            hardware=H100,
+            also="attention_takes_window" if name == "flash" else "",
+        )
+        for name in ("flash", "varlen")
+    ),
     bad(
         "attention_takes_precision",
         "model.attention=flash data.document_mask=false training.mixed_precision_param=float32",

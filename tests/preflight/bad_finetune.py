@@ -38,6 +38,15 @@ CASES: list[Bad] = [
     bad(
         "lora_has_targets", f"finetune.lora.target_modules=experts {LORA}", '"experts" is not a linear layer'
     ),
+    *(
+        bad(
+            "lora_has_targets",
+            f"finetune.lora.target_modules={target} {LORA} model.name=gpt_oss",
+            f'"{target}" is not a linear layer, and LoRA adapts no routers and experts of this model',
+            "use some of wq, wk, wv, wo, q_proj",
+        )
+        for target in ("experts", "w1", "gate")
+    ),
     bad(
         "dora_has_no_experts",
         f"finetune.lora.use_dora finetune.lora.target_modules=all-linear {LORA} model.name=qwen3_moe",
@@ -77,8 +86,9 @@ CASES: list[Bad] = [
     bad("patterns_match", "finetune.trainable=layer.*", '"layer.*" matches no parameter', "layers.0."),
     bad("patterns_match", "finetune.frozen=*", "leaves no parameter to train"),
     *(
-        bad("adapter_fits_attention", f"{adapter} model.name=deepseek_v2", "one vector", 'set it to "lora"')
+        bad("adapter_fits_attention", f"{adapter} model.name={name}", says, 'set it to "lora"')
         for adapter in ("finetune.adapter=prefix_tuning", "finetune.adapter=llama_adapter")
+        for name, says in (("deepseek_v2", "one vector"), ("gpt_oss", "sinks are part of the softmax"))
     ),
     bad(
         "prefix_has_a_backend",

@@ -82,6 +82,13 @@ CASES = [
         world=4,
     ),
     bad(
+        "ring_takes_sinks",
+        f"{ROTATE}=alltoall {CP}=2 model.name=gpt_oss",
+        "ring attention does not support the attention sinks",
+        'set it to "allgather"',
+        world=2,
+    ),
+    bad(
         "ring_has_a_kernel",
         f"{ROTATE}=alltoall {CP}=2 data.document_mask=false model.attention=flex",
         "is not flex",

@@ -11,6 +11,9 @@ arXiv:2205.14135). On CPUs with AMX, torch's kernel is faster for the forward of
 Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Matmuls
 accumulate in fp32 or fp64, and so does the sum over blocks of the gradients of keys and values.
 
+An attention sink, one logit per head in the denominator of the softmax (arXiv:2309.17453), is one more column
+of scores, without key and value.
+
 Shapes: B rows, R of them at a time; Q queries; S keys, the last Q of which belong to the queries; H heads, K
 key/value heads, G = H / K; E head dim. A block has N pairs of row and KV head, Q queries of its own, M = G·Q
 rows of scores, and W keys, the last Q of which belong to its queries. L is the number of its first keys that
@@ -52,10 +55,12 @@ def document_starts(documents_BS: Tensor) -> Tensor:
 
 # Custom operators: torch.compile does not trace the loops, and activation checkpointing recognizes the name.
 @torch.library.custom_op("toolkit::blockwise_attention", mutates_args=())
-def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
-    """Compute softmax(q kᵀ / √E) v, (B, Q, H, E); each query attends to the keys from its start in
-    ``starts_BQ`` (None: the first) up to its own."""
-    whole = starts_BQ is None and q_BQHE.shape[1] == k_BSKE.shape[1]
+def attend(
+    q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Compute softmax(q kᵀ / √E) v, (B, Q, H, E), with sinks if any; each query attends to the keys from its
+    start in ``starts_BQ`` (None: the first) up to its own."""
+    whole = starts_BQ is None and sinks_H is None and q_BQHE.shape[1] == k_BSKE.shape[1]
     if whole and q_BQHE.dtype == torch.bfloat16 and has_tiles():
         q_BHQE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BQHE, k_BSKE, v_BSKE))
         out_BHQE = F.scaled_dot_product_attention(q_BHQE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
@@ -66,7 +71,8 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
         q_RKGQE, out_RKGQE = (_by_key_head(x[rows], heads) for x in (q_BQHE, out_BQHE))
         k_RKES, v_RKSE = _transposed(k_BSKE[rows]), v_BSKE[rows].transpose(1, 2).contiguous()
         for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
-            weights_NMW = block.weights(block.of_queries(q_RKGQE), block.columns(k_RKES))
+            weights_NMW = block.weights(block.of_queries(q_RKGQE), block.columns(k_RKES), sinks_H)
+            weights_NMW = weights_NMW[..., : block.width]
             block.write(out_RKGQE, torch.bmm(weights_NMW, block.rows(v_RKSE)))
             del weights_NMW  # freed before the next block allocates its own
     return out_BQHE
@@ -74,12 +80,18 @@ def attend(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | N
 
 @torch.library.custom_op("toolkit::blockwise_attention_backward", mutates_args=())
 def attend_backward(
-    grad_BQHE: Tensor, q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of queries, keys and values."""
+    grad_BQHE: Tensor,
+    q_BQHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    starts_BQ: Tensor | None,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of queries, keys, values and sinks, the latter empty if there are none."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE)]
     heads, head_dim = k_BSKE.shape[2:]
     scale, precise = head_dim**-0.5, torch.promote_types(q_BQHE.dtype, torch.float32)
+    grad_sinks_KG = torch.zeros(() if sinks_H is None else (heads, len(sinks_H) // heads), dtype=precise)
     for rows in _rows_at_once(q_BQHE, k_BSKE):
         given = (x[rows] for x in (q_BQHE, grad_BQHE, grads[0]))
         q_RKGQE, grad_RKGQE, grad_q_RKGQE = (_by_key_head(x, heads) for x in given)
@@ -88,36 +100,54 @@ def attend_backward(
         grad_k_RKES, grad_v_RKES = torch.zeros(2, *k_RKES.shape, dtype=precise)
         for block in _blocks(q_RKGQE, k_RKES, None if starts_BQ is None else starts_BQ[rows]):
             q_NME, grad_NME = block.of_queries(q_RKGQE), block.of_queries(grad_RKGQE)
-            weights_NMW = block.weights(q_NME, block.columns(k_RKES))
+            all_NMW = block.weights(q_NME, block.columns(k_RKES), sinks_H)
+            weights_NMW = all_NMW[..., : block.width]
             block.columns(grad_v_RKES).add_(torch.bmm(grad_NME.mT, weights_NMW))
-            grad_scores_NMW = torch.bmm(grad_NME, block.columns(v_RKES))  # of weights, then in place
-            softmax_backward(grad_scores_NMW, weights_NMW, -1, weights_NMW.dtype, grad_input=grad_scores_NMW)
+            grad_all_NMW = torch.empty_like(all_NMW)
+            grad_all_NMW[..., block.width :] = 0  # no value depends on a sink's weight
+            grad_scores_NMW = grad_all_NMW[..., : block.width]  # of weights, then in place
+            torch.bmm(grad_NME, block.columns(v_RKES), out=grad_scores_NMW)
+            softmax_backward(grad_all_NMW, all_NMW, -1, all_NMW.dtype, grad_input=grad_all_NMW)
+            if sinks_H is not None:
+                grad_sinks_KG[block.heads] += block.of_sinks(grad_all_NMW).sum((0, 3), dtype=precise)
             block.columns(grad_k_RKES).add_(_scaled_product(q_NME.mT, grad_scores_NMW, scale))
             block.write(grad_q_RKGQE, _scaled_product(grad_scores_NMW, block.rows(k_RKSE), scale))
-            del weights_NMW, grad_scores_NMW  # freed before the next block allocates its own
+            # Freed before the next block allocates its own.
+            del all_NMW, weights_NMW, grad_all_NMW, grad_scores_NMW
         for grad_BSKE, grad_RKES in zip(grads[1:], (grad_k_RKES, grad_v_RKES), strict=True):
             grad_BSKE[rows].flatten(2).copy_(grad_RKES.to(grad_BSKE.dtype).flatten(1, 2).mT)
-    return grads[0], grads[1], grads[2]
+    grad_sinks = q_BQHE.new_empty(0) if sinks_H is None else grad_sinks_KG.flatten().to(sinks_H.dtype)
+    return grads[0], grads[1], grads[2], grad_sinks
 
 
 @attend.register_fake
-def _(q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None) -> Tensor:
+def _(
+    q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None, sinks_H: Tensor | None = None
+) -> Tensor:
     return torch.empty_like(q_BQHE, memory_format=torch.contiguous_format)
 
 
 @attend_backward.register_fake
 def _(
-    grad_BQHE: Tensor, q_BQHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts_BQ: Tensor | None
+    grad_BQHE: Tensor,
+    q_BQHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    starts_BQ: Tensor | None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BQHE, k_BSKE, v_BSKE))
+    made = q_BQHE, k_BSKE, v_BSKE, q_BQHE.new_empty(0) if sinks_H is None else sinks_H
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in made)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad_BQHE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    return *attend_backward(grad_BQHE, *ctx.saved_tensors), None
+def _backward(ctx: Any, grad_BQHE: Tensor) -> tuple[Tensor | None, ...]:
+    *_, sinks_H = saved = ctx.saved_tensors  # once: a checkpoint hands out each tensor once
+    *grads, grad_sinks = attend_backward(grad_BQHE, *saved)
+    return *grads, None, None if sinks_H is None else grad_sinks
 
 
 attend.register_autograd(_backward, setup_context=_keep_inputs)
@@ -151,15 +181,31 @@ class _Block(NamedTuple):
         part = whole_RKGQE[:, self.heads, :, self.queries]
         part.copy_(part_NME.view(part.shape))
 
-    def weights(self, q_NME: Tensor, k_NEW: Tensor) -> Tensor:
-        """Return the softmax (N, M, W) of the scores, 0 where masked."""
-        scores_NMW = _scaled_product(q_NME, k_NEW, q_NME.shape[-1] ** -0.5)
+    @property
+    def width(self) -> int:
+        """Number of keys."""
+        return self.keys.stop - self.keys.start
+
+    def of_sinks(self, all_NMW: Tensor) -> Tensor:
+        """Return the last column of a tensor of scores, as a view (R, K, G, Q)."""
+        column_NGQ = all_NMW[..., -1].unflatten(1, (-1, len(self.later_QQ)))
+        return column_NGQ.unflatten(0, (-1, self.heads.stop - self.heads.start))
+
+    def weights(self, q_NME: Tensor, k_NEW: Tensor, sinks_H: Tensor | None) -> Tensor:
+        """Return the softmax (N, M, W) of the scores, 0 where masked; with sinks (N, M, W + 1), whose last
+        column is the sink's."""
+        all_NMW = q_NME.new_empty(*q_NME.shape[:2], self.width + (sinks_H is not None))
+        scores_NMW = all_NMW[..., : self.width]
+        torch.baddbmm(scores_NMW, q_NME, k_NEW, beta=0, alpha=q_NME.shape[-1] ** -0.5, out=scores_NMW)
+        if sinks_H is not None:
+            column_RKGQ = self.of_sinks(all_NMW)
+            column_RKGQ.copy_(sinks_H.view(-1, column_RKGQ.shape[2], 1)[self.heads])
         scores_NGQW = scores_NMW.unflatten(1, (-1, len(self.later_QQ)))
         scores_NGQW[..., -len(self.later_QQ) :].add_(self.later_QQ)
         if self.earlier_R11QL is not None:
             of_first = scores_NGQW[..., : self.earlier_R11QL.shape[-1]]
             of_first.unflatten(0, (len(self.earlier_R11QL), -1)).add_(self.earlier_R11QL)
-        return torch.softmax(scores_NMW, dim=-1)
+        return torch.softmax(all_NMW, dim=-1)
 
 
 def _score_bytes() -> int:
@@ -192,7 +238,8 @@ def _blocks(q_RKGQE: Tensor, k_RKES: Tensor, starts_RQ: Tensor | None) -> Iterat
         of_head = size * rows * group * (end - begin) * (keys.stop - start)
         at_once = max(1, _score_bytes() // of_head)
         for head in range(0, heads, at_once):
-            yield _Block(slice(head, head + at_once), slice(begin, end), keys, own_QQ, earlier_R11QL)
+            key_heads = slice(head, min(head + at_once, heads))
+            yield _Block(key_heads, slice(begin, end), keys, own_QQ, earlier_R11QL)
 
 
 def _by_key_head(x_RQHE: Tensor, heads: int) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.config.finetune import Finetune
+from toolkit.errors import ConfigError, Problem
 from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
@@ -52,7 +53,14 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
 
 
 def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> None:
-    """Add an adapter to the attention of the blocks, on the meta device, in place."""
+    """Add an adapter to the attention of the blocks, on the meta device, in place.
+
+    Raises:
+        ConfigError: the model has attention sinks.
+    """
+    if args.sinks:
+        rule, fix = "attention sinks support no learned keys", 'use finetune.adapter = "lora"'
+        raise ConfigError(Problem(rule, fix, "finetune.adapter", options.adapter))
     if options.adapter == "prefix_tuning":
         from toolkit.finetune.prefix import apply_prefix
 

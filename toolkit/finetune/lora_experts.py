@@ -39,8 +39,9 @@ class LoRAExperts(Experts):
 
     def __init__(self, base: Experts, options: LoRA, adapted: Collection[str] = ()):
         nn.Module.__init__(self)
-        self.num_experts, self.dispatch = base.num_experts, base.dispatch
-        self.w1, self.w2, self.w3 = base.w1, base.w2, base.w3
+        self.args, self.num_experts, self.dispatch = base.args, base.num_experts, base.dispatch
+        for name in (*_WEIGHTS, *(f"{it}_bias" for it in _WEIGHTS)):
+            self.register_parameter(name, getattr(base, name))
         self.adapted = [name for name in _WEIGHTS if name in adapted]
         for name in self.adapted:
             weight = getattr(self, name)

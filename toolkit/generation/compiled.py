@@ -32,7 +32,7 @@ def decode_step(model: Decoder) -> Step:
     """Build the forward of one token per row through the cache attached to ``model``."""
 
     def step(tokens_B1: Tensor, positions_B1: Tensor, *inputs: Tensor) -> Tensor:
-        cache = getattr(model.attention, "cache", None)
+        cache = getattr(next(iter(model.backends.values())), "cache", None)
         assert isinstance(cache, KVCache), "attached"
         cache.take(*inputs)
         return model(tokens_B1, positions=positions_B1)

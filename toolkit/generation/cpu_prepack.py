@@ -80,7 +80,7 @@ class _PackedAttention(Attention):
         self.packed = joined(plain.wq, plain.wk, plain.wv)
         self.keys = plain.wk.out_features // plain.head_dim
         self.backend, self.head_dim, self.adapter = plain.backend, plain.head_dim, None
-        self.wo, self.q_norm, self.k_norm = plain.wo, plain.q_norm, plain.k_norm
+        self.wo, self.q_norm, self.k_norm, self.sinks = plain.wo, plain.q_norm, plain.k_norm, plain.sinks
 
     @staticmethod
     def accepts(plain: Attention) -> bool:

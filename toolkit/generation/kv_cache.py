@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from toolkit import compat
 from toolkit.cpu import token_attention
 from toolkit.models.common.attention import AttentionBackend, AttentionMask, Prefix
-from toolkit.models.common.attention_sdpa import SDPA, scaled_dot_product
+from toolkit.models.common.attention_sdpa import SDPA, attend_with_sinks, scaled_dot_product
 from toolkit.models.common.decoder import Decoder, TransformerBlock
 
 
@@ -110,36 +109,37 @@ class KVCache:
     def attached(self, model: Decoder) -> Iterator[None]:
         """Route the attention of ``model`` through this cache."""
         attentions = [_block(block).attention for block in model.layers.values()]
-        plain, model.attention = model.attention, self.backends[0]
+        plain, own = model.backends, [attention.backend for attention in attentions]
         latent = model.args.mla is not None
-        # Other kernels on GPUs do not support heads as large as latent vectors.
-        self.plain = SDPA() if latent and self.padding.is_cuda else plain
         try:
-            for attention, backend in zip(attentions, self.backends, strict=True):
+            for attention, backend, it in zip(attentions, self.backends, own, strict=True):
                 backend.takes_latents = latent
+                # Other kernels on GPUs do not support heads as large as latent vectors.
+                backend.plain = SDPA() if latent and self.padding.is_cuda else it
                 attention.backend = backend
+            model.backends = {it.window: backend for it, backend in zip(own, self.backends, strict=True)}
             yield
         finally:
-            model.attention = plain
-            for attention in attentions:
-                attention.backend = plain
+            model.backends = plain
+            for attention, it in zip(attentions, own, strict=True):
+                attention.backend = it
 
-    def window(self, length: int, device: torch.device) -> CacheWindow:
-        """Return the window of the next ``length`` columns; call inside :meth:`attached`. Each row is one
-        document."""
+    def window(self, plain: AttentionBackend, length: int, device: torch.device) -> CacheWindow:
+        """Return the window of the next ``length`` columns for blocks whose backend is ``plain``. Each row is
+        one document."""
         if self.fixed and self.started and length == 1:
             seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
-            if reach := self.plain.reach(len(self.columns)):
+            if reach := plain.reach(len(self.columns)):
                 seen_BT &= self.columns > self.column - reach
             return CacheWindow(0, len(self.columns), seen_BT[:, None, None], column=self.column)
         start, end = self.length, self.length + length
         real_BT = torch.arange(end, device=device) >= self.padding[:, None] if self.padded else None
         if length == 1:
-            oldest = end - (self.plain.reach(end) or end)
+            oldest = end - (plain.reach(end) or end)
             mask = None if real_BT is None else real_BT[:, None, None, oldest:]
             return CacheWindow(start, end, mask, oldest=oldest)
         # Padding is a separate document, so that no softmax row is empty. Not every backend supports padding.
-        backend = self.plain if real_BT is None or self.plain.takes_padding else SDPA(self.plain.window)
+        backend = plain if real_BT is None or plain.takes_padding else SDPA(plain.window)
         documents = None if real_BT is None else real_BT.long()
         mask = backend.mask(documents, len(self.padding), end, device, first=start)
         return CacheWindow(start, end, mask, backend)
@@ -150,8 +150,10 @@ class _CachedAttention(AttentionBackend):
 
     The learned tokens of a prefix are stored before the first column and are visible to every query. Keys
     that are passed as values too are stored once. ``up`` are projections of latent attention, computed with
-    its first tokens.
+    its first tokens. ``plain`` is the block's own backend.
     """
+
+    plain: AttentionBackend
 
     def __init__(self, cache: KVCache, rows: int, capacity: int):
         self.cache = cache
@@ -164,7 +166,7 @@ class _CachedAttention(AttentionBackend):
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> CacheWindow:
         assert documents_BS is None and first == 0, "a row is one document and not sharded"
-        return self.cache.window(length, device)
+        return self.cache.window(self.plain, length, device)
 
     def __call__(
         self,
@@ -173,6 +175,7 @@ class _CachedAttention(AttentionBackend):
         v_BSKE: Tensor,
         mask: CacheWindow,
         prefix: Prefix | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         first = 0 if prefix is None else len(prefix[0])
         seen = mask.mask
@@ -184,7 +187,7 @@ class _CachedAttention(AttentionBackend):
             self.keys.index_copy_(2, column, k_BSKE.transpose(1, 2))
             if v_BSKE is not k_BSKE:
                 self.values.index_copy_(2, column, v_BSKE.transpose(1, 2))
-            return _attend_one(q_BSHE, self.keys[:, :, :last], self.values[:, :, :last], seen)
+            return _attend_one(q_BSHE, self.keys[:, :, :last], self.values[:, :, :last], seen, sinks_H)
         start, end = first + mask.start, first + mask.end
         k_BKTE, v_BKTE = self._reserve(end, first, k_BSKE, once=v_BSKE is k_BSKE)
         k_BKTE[:, :, start:end] = k_BSKE.transpose(1, 2)
@@ -195,18 +198,21 @@ class _CachedAttention(AttentionBackend):
                 buffer[:, :, :first] = x_PKE.transpose(0, 1)
         if q_BSHE.shape[1] == 1:
             begin = first + mask.oldest if mask.oldest else 0
-            products = token_attention.takes(q_BSHE, k_BSKE, end - begin)
+            products = sinks_H is None and token_attention.takes(q_BSHE, k_BSKE, end - begin)
             last = min(begin + token_attention.rounded(end - begin), k_BKTE.shape[2]) if products else end
             keys, values = k_BKTE[:, :, begin:last], v_BKTE[:, :, begin:last]
             if first and begin:  # a window does not hide the prefix
                 keys = torch.cat([k_BKTE[:, :, :first], keys], dim=2)
                 values = torch.cat([v_BKTE[:, :, :first], values], dim=2)
-            attend = partial(token_attention.attend, unseen=last - end) if products else _attend_one
-            return attend(q_BSHE, keys, values, seen)
+            if products:
+                return token_attention.attend(q_BSHE, keys, values, seen, unseen=last - end)
+            return _attend_one(q_BSHE, keys, values, seen, sinks_H)
         if mask.start:
             k_BSKE, v_BSKE = (x[:, :, first:end].transpose(1, 2) for x in (k_BKTE, v_BKTE))
-        learned = () if prefix is None else (prefix,)
-        return mask.backend(q_BSHE, k_BSKE, v_BSKE, seen, *learned)
+        given = {"prefix": prefix, "sinks_H": sinks_H}
+        return mask.backend(
+            q_BSHE, k_BSKE, v_BSKE, seen, **{name: it for name, it in given.items() if it is not None}
+        )
 
     def _reserve(self, end: int, first: int, like: Tensor, *, once: bool) -> tuple[Tensor, Tensor]:
         """Return the buffers with at least ``end`` columns, ``first`` of them for the prefix; the same buffer
@@ -230,9 +236,13 @@ class _CachedAttention(AttentionBackend):
         return self.keys, self.values
 
 
-def _attend_one(q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_one(
+    q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, sinks_H: Tensor | None
+) -> Tensor:
     """Compute the attention of one new token per row to its row. Heads that share keys become queries of one
     head, so that keys are read once and any kernel supports them."""
+    if sinks_H is not None:
+        return attend_with_sinks(q_B1HE.transpose(1, 2), k_BKTE, v_BKTE, mask, sinks_H).transpose(1, 2)
     q_BKGE = q_B1HE.squeeze(1).unflatten(1, (k_BKTE.shape[1], -1))
     out_BKGE = scaled_dot_product(q_BKGE, k_BKTE, v_BKTE, mask)
     return out_BKGE.flatten(1, 2)[:, None]

@@ -160,6 +160,7 @@ def load_model(
         device=device.type,
         documents=False,
         prefix=prefix,
+        sinks=source.args.sinks,
         cpu_fast_paths=cpu.is_enabled(),
     )
     model = meta_decoder(source.args, attention=attention).to(dtype)

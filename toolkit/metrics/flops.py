@@ -32,9 +32,15 @@ def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> f
     tied head counts like an untied one, because its matmul is the same.
     """
     parameters = table(args).active_in_blocks + args.dim + head_parameters(args)
-    seen = min(seq_len, args.sliding_window or seq_len)
-    square = 6 * args.n_layers * args.n_heads * (args.head_dim + args.v_head_dim) * seen
-    return float(6 * parameters + (square - square * seen // (2 * seq_len) if causal else square))
+    squares = (attention_flops(args, layer, seq_len, causal) for layer in range(args.n_layers))
+    return float(6 * parameters + 3 * sum(squares))
+
+
+def attention_flops(args: ModelArgs, layer: int, seq_len: int, causal: bool) -> int:
+    """Return the FLOPs per token of the forward of attention in block ``layer``, without its projections."""
+    seen = min(seq_len, args.window(layer) or seq_len)
+    square = 2 * args.n_heads * (args.head_dim + args.v_head_dim) * seen
+    return square - square * seen // (2 * seq_len) if causal else square
 
 
 # Dense bf16 tensor-core peak in TFLOP/s with fp32 accumulation, from the vendors' data sheets and white

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
+from toolkit.metrics.flops import attention_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, INPUT, NORM, ParameterRow
 from toolkit.models.parameters import head_parameters, table
@@ -20,10 +21,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     rows, trained = table(args), trained_names(all_shapes(args, options), args, options)
     modules = {name.rpartition(".")[0] for name in trained}
     head = head_parameters(args)
-    seen = min(seq_len, args.sliding_window or seq_len)
-    square = 2 * args.n_heads * (args.head_dim + args.v_head_dim) * seen
-    square -= square * seen // (2 * seq_len) if causal else 0
-    forward = rows.active_in_blocks * 2 + args.n_layers * square + 2 * (args.dim + head)
+    squares = [attention_flops(args, layer, seq_len, causal) for layer in range(args.n_layers)]
+    forward = rows.active_in_blocks * 2 + sum(squares) + 2 * (args.dim + head)
 
     backward, flows = 0, EMBEDDING in trained  # flows: the input of the next block requires a gradient
     for layer, block in enumerate(rows.blocks):
@@ -34,7 +33,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
         output = f"{prefix}attention.wo"
         needed = _input_gradients(block, prefix, modules | ({output} if adapted else set()), before=flows)
         needed[output] |= adapted
-        backward += 2 * square * needed[output]
+        backward += 2 * squares[layer] * needed[output]
         for row in block:
             backward += 2 * row.active_size * (needed[row.module] + (row.name in trained))
         flows = flows or adapted or any(row.module in modules for row in block)

@@ -75,14 +75,15 @@ def architecture_key(config: Config) -> str:
     return "model.hf_assets_path" if wanted or has_config else "model.flavor"
 
 
-def attention_name(config: Config, device: str) -> str:
-    """Return the name of the run's attention backend on a device type."""
+def attention_name(config: Config, device: str, args: ModelArgs | None) -> str:
+    """Return the name of the run's attention backend on a device type, for a model of ``args``."""
     return choose_attention(
         config.model.attention,
         config.model.flavor or "",
         device=device,
         documents=config.data.document_mask,
         prefix=config.finetune.adapter == "prefix_tuning",
+        sinks=args is not None and args.sinks,
         cpu_fast_paths=config.training.cpu_fast_paths,
     )
 

@@ -33,7 +33,8 @@ def adaptable(args: ModelArgs) -> dict[str, ParameterRow]:
 def block_matrices(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that NF4 may store, by name: those of linear layers (N, K), and of
     stacked experts (E, N, K)."""
-    return {row.name: row.shape for row in adaptable(args).values() if not row.router}
+    rows = table(args).values()
+    return {row.name: row.shape for row in rows if row.linear or (row.experts and len(row.shape) == 3)}
 
 
 def parameter_count(args: ModelArgs) -> int:

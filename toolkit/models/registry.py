@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from toolkit.models.common.chat_format import ChatFormat
     from toolkit.models.common.tiktoken_form import TiktokenForm
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
+)  # fmt: skip
 """Folders next to this file. A config.json without model_type belongs to the first family."""
 
 

@@ -33,7 +33,9 @@ class ContextParallelAttention(AttentionBackend):
     """
 
     def __init__(self, inner: AttentionBackend, shards: SequenceShards, mesh: DeviceMesh):
+        super().__init__(inner.window)
         self.inner = inner
+        self.takes_sinks = inner.takes_sinks
         self.shards = shards
         self.group = mesh.get_group()
 
@@ -57,14 +59,16 @@ class ContextParallelAttention(AttentionBackend):
         v_BSKE: Tensor,
         mask: AttentionMask,
         prefix: Prefix | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         heads = k_BSKE.shape[2]
         both = self.shards.unshard(gather(torch.cat([k_BSKE, v_BSKE], dim=2), 0, self.group))
         k_BSKE, v_BSKE = both.split(heads, dim=2)
         chunks = self.shards.of(self.shards.rank)
         size = q_BSHE.shape[1] // len(chunks)
+        options = {"prefix": prefix, "sinks_H": sinks_H}
         plain: Any = self.inner
-        inner = plain if prefix is None else partial(plain, prefix=prefix)
+        inner = partial(plain, **{name: it for name, it in options.items() if it is not None})
         outputs = [
             inner(q, k_BSKE[:, : (chunk + 1) * size], v_BSKE[:, : (chunk + 1) * size], chunk_mask)
             for chunk, q, chunk_mask in zip(chunks, q_BSHE.split(size, dim=1), mask, strict=True)
@@ -77,10 +81,10 @@ def apply_context_parallel(
 ) -> None:
     """Make the attention backend of every block context-parallel, in place; ``ring`` selects ring attention
     instead of all-gathers."""
-    if ring:
-        model.attention = RingAttention(shards, mesh, model.attention.window)
-    else:
-        model.attention = ContextParallelAttention(model.attention, shards, mesh)
+    model.backends = {
+        window: RingAttention(shards, mesh, window) if ring else ContextParallelAttention(inner, shards, mesh)
+        for window, inner in model.backends.items()
+    }
     for module in model.modules():
         if isinstance(module, Attention):
-            module.backend = model.attention
+            module.backend = model.backends[module.backend.window]

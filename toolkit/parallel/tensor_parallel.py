@@ -96,10 +96,12 @@ def local_shard(weight: Tensor, gradient: Placement | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """DTensor placement of a parameter, and of its gradient if it differs."""
+    """DTensor placement of a parameter, and of its gradient if it differs. If ``divided``, forward reads it
+    divided by the number of ranks, so that the sum over ranks contains it once."""
 
     placement: Placement
     gradient: Placement | None = None
+    divided: bool = False
 
 
 COLUMN = ParameterPlacement(Shard(0))
@@ -107,12 +109,14 @@ ROW = ParameterPlacement(Shard(1))
 LAST = ParameterPlacement(Shard(2))
 REPLICATED = ParameterPlacement(Replicate(), Partial())
 """Placement of a replicated parameter whose gradient is a partial sum on each rank."""
+ADDED_ONCE = ParameterPlacement(Replicate(), Partial(), divided=True)
+"""Placement of a bias that is added before the sum over ranks."""
 _PLACEMENTS = {"column": COLUMN, "row": ROW, "last": LAST, "whole": REPLICATED}
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
     """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards."""
-    gradients: dict[str, Placement | None] = {}
+    read: dict[str, ParameterPlacement] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = placements[name].placement
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
@@ -120,15 +124,15 @@ def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: Par
             raise ValueError(f"{name}: dimension {dim} of size {size} on {mesh.size()} ranks")
         distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
-        gradients[name] = placements[name].gradient
-    if gradients:
+        read[name] = placements[name]
+    if read:
         kind: Any = type(module)
-        compat.become(module, _local_view_class(kind, tuple(gradients.items())))
+        compat.become(module, _local_view_class(kind, tuple(read.items())))
         module.inside = False  # type: ignore[assignment]
 
 
 @cache  # one class for all layers, so that they share one graph of torch.compile
-def _local_view_class(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type:
+def _local_view_class(kind: Any, placements: tuple[tuple[str, ParameterPlacement], ...]) -> type:
     """Return a subclass of ``kind`` whose parameters are local shards inside forward, and DTensors outside,
     for FSDP and checkpoints."""
 
@@ -141,14 +145,17 @@ def _local_view_class(kind: Any, gradients: tuple[tuple[str, Any], ...]) -> type
         finally:  # a recomputation may stop in the middle
             self.inside = False
 
-    reads = {name: property(partial(_read, name=name, gradient=gradient)) for name, gradient in gradients}
+    reads = {name: property(partial(_read, name=name, placement=it)) for name, it in placements}
     return type(kind.__name__, (kind,), {"forward": forward, **reads})
 
 
-def _read(module: nn.Module, *, name: str, gradient: Placement | None) -> Any:
+def _read(module: nn.Module, *, name: str, placement: ParameterPlacement) -> Any:
     parameter = compat.parameter(module, name)
     inside = module.inside or torch.compiler.is_compiling()
-    return local_shard(parameter, gradient) if inside and parameter is not None else parameter
+    if not inside or parameter is None:
+        return parameter
+    local = local_shard(parameter, placement.gradient)
+    return local / parameter.device_mesh.size() if placement.divided else local
 
 
 def _adapter_placements(module: nn.Module, style: str) -> dict[str, ParameterPlacement]:
@@ -169,7 +176,7 @@ def _column(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 
 def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard input features: this rank's features in, the sum over ranks out, in ``layout``."""
-    distribute_parameters(module, mesh, weight=ROW, **_adapter_placements(module, "row"))
+    distribute_parameters(module, mesh, weight=ROW, bias=ADDED_ONCE, **_adapter_placements(module, "row"))
     if hasattr(module, "sum_over_ranks"):
         module.sum_over_ranks = partial(all_reduce, group=layout.group)  # type: ignore[assignment]
     module.register_forward_hook(lambda module, args, output: layout.reduce(output))
@@ -178,7 +185,8 @@ def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 def _experts(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard the width of every expert."""
     added = _adapter_placements(module, "experts")
-    distribute_parameters(module, mesh, w1=ROW, w2=LAST, w3=ROW, **added)
+    biases = {"w1_bias": ROW, "w2_bias": ADDED_ONCE, "w3_bias": ROW}
+    distribute_parameters(module, mesh, w1=ROW, w2=LAST, w3=ROW, **biases, **added)
 
 
 def _moe(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:

@@ -189,7 +189,7 @@ def fake_run(
     Nothing is compiled, FSDP's collectives have separate buffers, and attention is a CPU implementation that
     saves the same tensors. Must be called without a process group.
     """
-    config = _simplify(config, target, cp=layout.cp)
+    config = _simplify(config, target, cp=layout.cp, sinks=args.sinks)
     device = torch.device("cpu")
     batch = _batch(config, layout)
     with fake_world(rank, layout.world_size), ExitStack() as stack:
@@ -264,10 +264,10 @@ def _unused_receive_buffers(config: Config, layout: ParallelDims, model_parts: M
     return left * (2 * len(model_parts.stages) - ends) * hidden.nbytes
 
 
-def _simplify(config: Config, target: str, *, cp: int) -> Config:
+def _simplify(config: Config, target: str, *, cp: int, sinks: bool) -> Config:
     attention = config.model.attention
     if target == "cuda" and attention != "sdpa":  # SDPA accepts masks for parts of sequences
-        attention = "blockwise" if cp > 1 else "sdpa"
+        attention = "blockwise" if cp > 1 or sinks else "sdpa"
     parallelism = config.parallelism
     if not uses_ring(config.parallelism, device=target, documents=config.data.document_mask):
         parallelism = parallelism.model_copy(update={"context_parallel_rotate_method": "allgather"})

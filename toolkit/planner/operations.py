@@ -261,6 +261,8 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
     if "attention" in name:
         backward = name.endswith("backward")
         query, key = args[1 if backward else 0], args[2 if backward else 1]
+        if name.startswith("blockwise"):  # (B, S, H, E) instead of (B, H, S, E)
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
         (batch, heads, queries, width), keys = query.shape, key.shape[2]
         # Causal: the last query sees all keys. Backward has five matmuls, two of them shared with forward.
         seen = queries * (keys - queries / 2)

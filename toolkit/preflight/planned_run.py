@@ -198,7 +198,7 @@ class PlannedRun:
     @property
     def attention(self) -> str:
         """Attention backend that the run uses."""
-        return attention_name(self.config, self.hardware.device)
+        return attention_name(self.config, self.hardware.device, self.model)
 
 
 @cache  # reads a file

@@ -81,7 +81,7 @@ class Published(View):
         tensors: dict[str, StoredTensor] = {}
         for name, stored in in_order(base).items():
             row = self._rows[name]
-            shape = stored.shape[1:] if row.experts else stored.shape
+            shape = row.hf_shape if row.experts else stored.shape
             tensors |= dict.fromkeys(row.hf_names, StoredTensor(shape, stored.dtype))
         self.tensors = tensors
 
@@ -92,10 +92,15 @@ class Published(View):
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         assert region is None and out is None
-        found = self._rows.from_hf(name)
-        assert found is not None
-        ours, index = found
+        (ours, index), *others = self._rows.from_hf(name)
         row = self._rows[ours]
+        if row.fused:
+            fused = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+            for part, _ in ((ours, index), *others):
+                layout = self._rows[part].fused
+                assert layout is not None
+                fused[..., layout.first :: layout.count] = self.base.read(part).movedim(1, -1)
+            return fused
         if row.experts:
             return self.base.read(ours, (slice(index, index + 1), *whole(self.tensors[name].shape)))[0]
         tensor = self.base.read(ours)

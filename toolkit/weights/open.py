@@ -96,7 +96,10 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         tie_embeddings=given.flag("tie_embeddings"),
         qk_norm=given.flag("qk_norm"),
         qkv_bias=given.flag("qkv_bias"),
+        out_bias=given.flag("out_bias"),
+        sinks=given.flag("sinks"),
         sliding_window=given.count("sliding_window") if "sliding_window" in given.values else None,
+        full_attention_step=_size(given, "full_attention_step"),
         family=family if isinstance(family, str) else "",
         classifier=_classifier(given),
         moe=_moe(given),
@@ -111,6 +114,14 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     except DataError as error:
         raise CheckpointError(str(error)) from None
     return args
+
+
+def _size(given: Fields, name: str) -> int:
+    size = given.values.get(name, 0)
+    if not is_size(size):
+        given.reject(name, "must be a nonnegative integer")
+        return 0
+    return size
 
 
 def _mla(given: Fields) -> MLAArgs | None:
@@ -168,11 +179,8 @@ def _moe(given: Fields) -> MoEArgs | None:
     inner = given.inner("moe")
     if inner is None:
         return None
-    sizes = {}
-    for name in ("num_shared_experts", "num_expert_groups", "num_limited_groups", "first_dense"):
-        sizes[name] = inner.values.get(name, 0)
-        if not is_size(sizes[name]):
-            inner.reject(name, "must be a nonnegative integer")
+    names = ("num_shared_experts", "num_expert_groups", "num_limited_groups", "first_dense")
+    sizes = {name: _size(inner, name) for name in names}
     score_func = inner.values.get("score_func", MoEArgs.score_func)
     if score_func not in ("softmax", "sigmoid"):
         inner.reject("score_func", 'must be "softmax" or "sigmoid"')
@@ -189,6 +197,9 @@ def _moe(given: Fields) -> MoEArgs | None:
         route_scale=inner.positive("route_scale", MoEArgs.route_scale),
         expert_bias=inner.flag("expert_bias"),
         step=inner.count("step", MoEArgs.step),
+        bias=inner.flag("bias"),
+        swiglu_limit=inner.positive("swiglu_limit") if inner.values.get("swiglu_limit") else 0.0,
+        swiglu_alpha=inner.positive("swiglu_alpha", MoEArgs.swiglu_alpha),
         **sizes,
     )
 

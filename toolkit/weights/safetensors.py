@@ -16,20 +16,21 @@ from toolkit.models.common.spec import CONFIG
 from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import table
 from toolkit.weights.block_fp8 import DEQUANTIZED, read_block_fp8
-from toolkit.weights.safetensors_header import FP8, Entry, model_entries
+from toolkit.weights.fused_experts import read_fused
+from toolkit.weights.safetensors_header import FP4, FP8, Entry, model_entries
 from toolkit.weights.source import Region, StoredTensor, TiedHead, reject_mismatches
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    FP8: torch.float8_e4m3fn,
+    FP8: torch.float8_e4m3fn, FP4: torch.uint8, "U8": torch.uint8,
 }  # fmt: skip
 
 
 class SafetensorsFolder:
     """A :class:`toolkit.weights.source.WeightSource`. ``note`` reports stored tensors that are ignored.
 
-    Experts are stacked while being read, each from its own matrix in the files, and matrices in fp8 are
-    dequantized to bf16.
+    Experts are stacked while being read, each from its own matrix in the files or from fused tensors, and
+    weights in fp8 and MXFP4 are dequantized to bf16.
 
     Raises:
         DataError: the folder is missing, of an unknown model, or damaged; or experts that belong to one
@@ -43,13 +44,11 @@ class SafetensorsFolder:
         self._scales: dict[str, dict[int, TensorPlace]] = {}
         entries, self.note = model_entries(place, self.args)
         for hf_name, entry in entries.items():
-            found = table(self.args).from_hf(hf_name)
-            assert found is not None
-            name, expert = found
-            matrices = self._places.setdefault(name, {})
-            matrices[expert] = _place(entry)
-            if entry.scales is not None:
-                self._scales.setdefault(name, {})[expert] = _place(entry.scales)
+            for name, expert in table(self.args).from_hf(hf_name):
+                matrices = self._places.setdefault(name, {})
+                matrices[expert] = _place(entry)
+                if entry.scales is not None:
+                    self._scales.setdefault(name, {})[expert] = _place(entry.scales)
         self._check_experts()
         self._stored = {name: self._stack(name, matrices[0]) for name, matrices in self._places.items()}
         self._tied_head = TiedHead(self, self._stored, key="tie_word_embeddings", config=CONFIG)
@@ -59,7 +58,9 @@ class SafetensorsFolder:
         stored, row = self._stored[name], table(self.args).get(name)
         region = whole(stored.shape) if region is None else region
         out = new_output(stored.shape, stored.dtype, region, out)
-        if row is not None and row.experts:
+        if row is not None and row.fused is not None:
+            read_fused(self._places[name][0], self._scales.get(name, {}).get(0), row.fused, region, out)
+        elif row is not None and row.experts:
             experts, *inside = region
             for expert, matrix in zip(range(experts.start, experts.stop), out, strict=True):
                 self._read(name, expert, inside, matrix)
@@ -77,8 +78,10 @@ class SafetensorsFolder:
 
     def _stack(self, name: str, first: TensorPlace) -> StoredTensor:
         row = table(self.args).get(name)
-        experts = (row.experts,) if row and row.experts else ()
         dtype = DEQUANTIZED if name in self._scales else first.dtype
+        if row and row.fused:
+            return StoredTensor(row.shape, dtype)
+        experts = (row.experts,) if row and row.experts else ()
         return StoredTensor((*experts, *first.shape), dtype)
 
     def _check_experts(self) -> None:

@@ -30,8 +30,12 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 FP8, FP8_BLOCK = "F8_E4M3", 128
 """The dtype of quantized matrices that are read, and the number of rows and columns that share a scale."""
 _SCALE = "_scale_inv"
+FP4, FP4_BLOCK = "MXFP4", 32
+"""The dtype of quantized experts that are read, and the number of elements of a row that share a scale."""
+_FP4_BLOCKS, _FP4_SCALES = "_blocks", "_scales"
 _BUFFER_BYTES = dict(BOOL=1, U8=1, I8=1, I16=2, U16=2, I32=4, U32=4, I64=8, U64=8, C64=8)
 _ALL_BYTES = ITEM_BYTES | _BUFFER_BYTES | {FP8: 1}
+_WEIGHTS = (*ITEM_BYTES, FP8, FP4)
 
 ONE_SAVE = "\n  fix:  keep one: move the other away, or link the files of one into another folder"
 
@@ -42,8 +46,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file, at bytes ``begin`` … ``end`` − 1. ``scales`` are those of a matrix in fp8, one per
-    block."""
+    """A tensor in a file, at bytes ``begin`` … ``end`` − 1. ``scales`` are those of a matrix in fp8 or
+    MXFP4, one per block."""
 
     file: Path
     dtype: str
@@ -66,12 +70,10 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
     """
     rows, found = table(args), folder_entries(folder)
     found, notes = _without_predictor(folder, found, f"model.layers.{args.n_layers}.")
-    found = _with_scales(folder, found, rows)
-    buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in (*ITEM_BYTES, FP8)}
+    found = _with_fp4(folder, _with_scales(folder, found, rows), rows)
+    buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in _WEIGHTS}
     notes.append(ignored_note(folder, buffers, found, rows.hf_shapes))
-    entries = {
-        name: entry for name, entry in found.items() if name not in buffers and rows.from_hf(name) is not None
-    }
+    entries = {name: entry for name, entry in found.items() if name not in buffers and rows.from_hf(name)}
     if args.tie_embeddings:
         head, embedding = rows.to_hf(HEAD), rows.to_hf(EMBEDDING)
         if head in entries and embedding not in entries:  # safetensors' save_model stores the pair like this
@@ -101,13 +103,37 @@ def _with_scales(folder: Path, found: dict[str, Entry], rows: ParameterTable) ->
     for name, entry in found.items():
         if entry.dtype != FP8:
             continue
-        scales, row = found.get(name + _SCALE), rows.get((rows.from_hf(name) or ("", 0))[0])
+        scales, row = found.get(name + _SCALE), rows.row_of(name)
         blocks = tuple(-(-size // FP8_BLOCK) for size in entry.shape)
         fits = scales is not None and scales.shape == blocks and scales.dtype in ITEM_BYTES
         if not fits or len(blocks) != 2 or (row is not None and row.rotary):
             raise _not_a_weight(folder, name, entry.dtype)
         scaled[name] = replace(entry, scales=scales)
     return {name: it for name, it in found.items() if name.removesuffix(_SCALE) not in scaled} | scaled
+
+
+def _with_fp4(folder: Path, found: dict[str, Entry], rows: ParameterTable) -> dict[str, Entry]:
+    """Return the tensors with one entry for blocks (E, N, K / 32, 16) and scales (E, N, K / 32) of fused
+    experts in MXFP4, which has the name and shape of the tensor that they stand for.
+
+    Raises:
+        DataError: blocks have no such scales.
+    """
+    quantized = {}
+    for name, blocks in found.items():
+        stands_for = name.removesuffix(_FP4_BLOCKS)
+        row = rows.row_of(stands_for)
+        if stands_for == name or row is None or row.fused is None:
+            continue
+        scales = found.get(stands_for + _FP4_SCALES)
+        fits = scales is not None and blocks.shape == (*scales.shape, FP4_BLOCK // 2)
+        if scales is None or not fits or len(scales.shape) != 3 or {blocks.dtype, scales.dtype} != {"U8"}:
+            raise _not_a_weight(folder, name, blocks.dtype)
+        experts, width, groups = scales.shape
+        shape = (experts, groups * FP4_BLOCK, width)
+        quantized[stands_for] = replace(blocks, dtype=FP4, shape=shape, scales=scales)
+    parts = {f"{name}{end}" for name in quantized for end in (_FP4_BLOCKS, _FP4_SCALES)}
+    return {name: it for name, it in found.items() if name not in parts} | quantized
 
 
 def ignored_note(

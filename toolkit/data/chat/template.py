@@ -237,7 +237,11 @@ class ChatTemplate(ChatFormat):
             if name != other or ends_dialog:
                 break
             common.append((name, at))
-        if common:  # the remaining tokens end the whole dialog, or belong to the next message
+        # What follows the last common token must not be text of the answer, as it is where the token after an
+        # answer differs at the end of a dialog.
+        rest = alone[len(common) - 1 : len(common) + 1] if common and not ends_dialog else []
+        cut = len(rest) == 2 and through.text[rest[0][1] + len(rest[0][0]) : rest[1][1]].strip()
+        if common and not cut:  # the remaining tokens end the whole dialog, or belong to the next message
             name, place = common[-1]
             return begin, place + len(name)
         if ends_dialog:

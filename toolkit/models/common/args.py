@@ -80,6 +80,9 @@ class MoEArgs:
             ``num_limited_groups`` groups with the largest scores.
         first_dense: number of leading blocks without experts.
         step: every ``step``-th block, of those after the dense ones, has experts.
+        bias: whether the router and the experts' matrices have biases.
+        swiglu_limit, swiglu_alpha: if the limit is not 0, an expert's activation is that of
+            :func:`~toolkit.models.common.swiglu.clamped_swiglu`.
     """
 
     num_experts: int
@@ -94,6 +97,9 @@ class MoEArgs:
     num_limited_groups: int = 0
     first_dense: int = 0
     step: int = 1
+    bias: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.702
 
     def has_experts(self, layer: int) -> bool:
         """Return whether block ``layer`` has experts."""
@@ -127,10 +133,12 @@ class ModelArgs:
     """Hyperparameters of an architecture.
 
     ``head_dim`` is usually ``dim / n_heads``. With ``qk_norm``, each head of queries and keys is normalized
-    before RoPE. With ``qkv_bias``, the query, key and value projections have biases. With a
-    ``sliding_window``, a token attends to itself and the ``sliding_window`` - 1 tokens before it. ``family``
-    is the name of the :class:`~toolkit.models.common.spec.ModelSpec`. A model with a ``classifier`` has no LM
-    head and no tied weights.
+    before RoPE. With ``qkv_bias``, the query, key and value projections have biases, and with ``out_bias``
+    the output projection. With ``sinks``, each head has a learned logit in the denominator of its softmax
+    (arXiv:2309.17453). With a ``sliding_window``, a token attends to itself and the ``sliding_window`` - 1
+    tokens before it, except in every ``full_attention_step``-th block. ``family`` is the name of the
+    :class:`~toolkit.models.common.spec.ModelSpec`. A model with a ``classifier`` has no LM head and no tied
+    weights.
     """
 
     dim: int
@@ -147,11 +155,19 @@ class ModelArgs:
     tie_embeddings: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
     sliding_window: int | None = None
+    full_attention_step: int = 0
     family: str = "llama"
     classifier: Classifier | None = None
     moe: MoEArgs | None = None
     mla: MLAArgs | None = None
+
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of block ``layer``, or None."""
+        full = self.full_attention_step and (layer + 1) % self.full_attention_step == 0
+        return None if full else self.sliding_window
 
     @property
     def rope_dim(self) -> int:
@@ -173,7 +189,10 @@ INNER_CLASSES = ("Attention", "FeedForward", "Linear", "RMSNorm")
 """Module classes inside a block."""
 WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Module classes of a decoder that can be FSDP units."""
-_FIXED = {"rope_scaling", "qk_norm", "qkv_bias", "sliding_window", "family", "classifier", "moe", "mla"}
+_FIXED = {
+    "rope_scaling", "qk_norm", "qkv_bias", "out_bias", "sinks", "sliding_window", "full_attention_step",
+    "family", "classifier", "moe", "mla",
+}  # fmt: skip
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 
 

@@ -21,10 +21,12 @@ class AttentionBackend:
     """softmax(q kᵀ / √E) v, causal and within documents; each KV head serves H / K query heads.
 
     With a ``window``, a query attends only to itself and the ``window`` - 1 tokens before it.
+    ``takes_sinks``: ``sinks_H`` are logits, one per head, that join the denominator of the softmax.
     ``takes_padding``: rows may begin with padding, as a separate document of any length, in any dtype.
     ``takes_latents``: latent attention passes latent vectors as the keys and values of one head.
     """
 
+    takes_sinks = False
     takes_padding = False
     takes_latents = False
 

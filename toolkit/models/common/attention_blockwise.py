@@ -12,7 +12,7 @@ from toolkit.models.common.attention import AttentionBackend
 class Blockwise(AttentionBackend):
     """Attention in blocks of queries, for CPUs: any dtype, grouped heads, documents, windows."""
 
-    takes_padding = True
+    takes_padding = takes_sinks = True
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -25,5 +25,12 @@ class Blockwise(AttentionBackend):
         window_Q = torch.arange(first, length, device=device).sub_(window - 1).clamp_(min=0)
         return window_Q.expand(rows, -1) if starts_BQ is None else starts_BQ.maximum(window_Q)
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Tensor | None) -> Tensor:
-        return attend(q_BSHE, k_BSKE, v_BSKE, mask)
+    def __call__(
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        mask: Tensor | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        return attend(q_BSHE, k_BSKE, v_BSKE, mask, sinks_H)

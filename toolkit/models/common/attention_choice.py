@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _NAMED_BY_FLAVOR = {"_flex_attn": "flex", "_flex": "flex", "_varlen_attn": "varlen", "_varlen": "varlen"}
+WITH_SINKS = ("sdpa", "flex", "blockwise")
+"""Backends that support attention sinks."""
 
 
 def flavor_attention(flavor: str) -> str | None:
@@ -17,17 +19,18 @@ def choose_attention(
     device: str,
     documents: bool,
     prefix: bool = False,
+    sinks: bool = False,
     cpu_fast_paths: bool = True,
 ) -> str:
     """Return the backend for ``model.attention`` = ``asked`` on ``device`` ("cpu" or "cuda").
 
     ``documents``: samples contain several documents, and attention stays within each. ``prefix``: there is a
-    learned prefix, which only SDPA supports. On CPU, "auto" is blockwise with ``cpu_fast_paths``. SDPA, the
-    only other backend that can train there, is faster only for fp32 rows of at least 2,048 tokens without
-    documents. On CUDA, "auto" is the backend in the flavor's name, if any; else SDPA for plain causal
-    attention, where it has fused kernels, and flex for documents, where SDPA needs a dense mask (S² bytes per
-    sample) and a slower kernel. The choice on CUDA follows published results; ``benchmarks/attention.py``
-    measures a device.
+    learned prefix, which only SDPA supports. ``sinks``: the model has attention sinks. On CPU, "auto" is
+    blockwise with ``cpu_fast_paths``. SDPA, the only other backend that can train there, is faster only for
+    fp32 rows of at least 2,048 tokens without documents. On CUDA, "auto" is the backend in the flavor's name,
+    if any; else SDPA for plain causal attention, where it has fused kernels, and flex for documents, where
+    SDPA needs a dense mask (S² bytes per sample) and a slower kernel, and for sinks, where SDPA stores all
+    scores. The choice on CUDA follows published results; ``benchmarks/attention.py`` measures a device.
     """
     if asked != "auto":
         return asked
@@ -35,4 +38,4 @@ def choose_attention(
         return "sdpa"
     if device == "cpu":
         return "blockwise" if cpu_fast_paths else "sdpa"
-    return flavor_attention(flavor) or ("flex" if documents else "sdpa")
+    return flavor_attention(flavor) or ("flex" if documents or sinks else "sdpa")

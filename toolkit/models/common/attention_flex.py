@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from toolkit.compat import higher_order_wrap
 from toolkit.models.common.attention import AttentionBackend
@@ -31,6 +31,8 @@ _KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
 
 class FlexAttention(AttentionBackend):
     """torch's flex_attention with a mask of 128 x 128 blocks."""
+
+    takes_sinks = True
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -52,16 +54,29 @@ class FlexAttention(AttentionBackend):
             return make(causal, None, None, length - first, length, device=device)
         return make(within_document, rows, None, length - first, length, device=device)
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: BlockMask) -> Tensor:
+    def __call__(
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        mask: BlockMask,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         flex: Callable[..., Any] = flex_attention
         if q_BHSE.is_cuda and not torch.compiler.is_compiling():  # a compiled block already contains it
             flex = _compiled(flex_attention)
-        out_BHSE = flex(
+        found = flex(
             q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
             kernel_options=_KERNEL_OPTIONS if q_BHSE.is_cuda else None,
+            return_aux=None if sinks_H is None else AuxRequest(lse=True),
         )  # fmt: skip
-        return out_BHSE.transpose(1, 2)
+        if sinks_H is None:
+            return found.transpose(1, 2)
+        # The sink multiplies the denominator exp(lse) by 1 + exp(sink - lse). Both gradients pass the lse.
+        out_BHSE, aux = found
+        kept_BHS = torch.sigmoid(aux.lse - sinks_H[:, None])
+        return (out_BHSE * kept_BHS[..., None].to(out_BHSE.dtype)).transpose(1, 2)
 
 
 @functools.cache

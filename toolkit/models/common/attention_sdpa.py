@@ -18,9 +18,12 @@ from toolkit.models.common.attention import AttentionBackend, Prefix
 
 
 class SDPA(AttentionBackend):
-    """torch's scaled_dot_product_attention: runs on any device; documents and windows use a dense mask."""
+    """torch's scaled_dot_product_attention: runs on any device; documents and windows use a dense mask.
 
-    takes_padding = True
+    Sinks store all scores, because torch's function returns no log-sum-exp.
+    """
+
+    takes_padding = takes_sinks = True
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -36,6 +39,7 @@ class SDPA(AttentionBackend):
         v_BSKE: Tensor,
         mask: Tensor | None,
         prefix: Prefix | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         if prefix is not None:
             mask = prefix_mask(mask, q_BSHE.shape[1], k_BSKE.shape[1], len(prefix[0]), q_BSHE.device)
@@ -43,7 +47,29 @@ class SDPA(AttentionBackend):
                 torch.cat([x_PKE.to(x.dtype).expand(len(x), -1, -1, -1), x], dim=1)
                 for x_PKE, x in zip(prefix, (k_BSKE, v_BSKE), strict=True)
             )
+        if sinks_H is not None:
+            mask = prefix_mask(mask, q_BSHE.shape[1], k_BSKE.shape[1], 0, q_BSHE.device)
+            q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
+            return attend_with_sinks(q_BHSE, k_BKSE, v_BKSE, mask, sinks_H).transpose(1, 2)
         return sdpa(q_BSHE, k_BSKE, v_BSKE, mask)
+
+
+def attend_with_sinks(
+    q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, sinks_H: Tensor
+) -> Tensor:
+    """Compute attention with sinks (H,) from all scores, (B, H, Q, E); ``mask`` broadcasts to (B, 1, Q, S).
+
+    The softmax is computed in at least fp32, over the scores and one column for the sink, without a value.
+    """
+    q_BKGQE = q_BHQE.unflatten(1, (k_BKSE.shape[1], -1))
+    scores_BKGQS = q_BKGQE @ k_BKSE.mT[:, :, None] * q_BHQE.shape[-1] ** -0.5
+    if mask is not None:
+        scores_BKGQS = scores_BKGQS.masked_fill(~mask.unsqueeze(-3), -torch.inf)
+    scores_BKGQS = scores_BKGQS.to(torch.promote_types(scores_BKGQS.dtype, torch.float32))
+    sinks_KG11 = sinks_H.to(scores_BKGQS.dtype).view(*q_BKGQE.shape[1:3], 1, 1)
+    sinks_BKGQ1 = sinks_KG11.expand(*scores_BKGQS.shape[:-1], 1)
+    weights_BKGQS = torch.cat([scores_BKGQS, sinks_BKGQ1], dim=-1).softmax(-1)[..., :-1]
+    return (weights_BKGQS.to(v_BKSE.dtype) @ v_BKSE[:, :, None]).flatten(1, 2)
 
 
 def attention_mask(documents_BS: Tensor, first: int = 0, window: int | None = None) -> Tensor:

@@ -29,16 +29,23 @@ class Decoder(nn.Module):
     A pipeline stage sets ``tok_embeddings``, or ``norm`` and ``output``, to None and drops blocks; its input
     or output is then hidden states. A tied head has no weight of its own: forward passes the embedding's
     weight to it, so the two cannot diverge when parameters are moved or replaced.
+
+    Attributes:
+        backends: attention backends by the windows of the blocks.
     """
 
     def __init__(self, args: ModelArgs, *, attention: str = "sdpa", loss_chunk_tokens: int = 2048):
         super().__init__()
         self.args = args
-        self.attention = attention_backend(attention, args.sliding_window)
+        windows = dict.fromkeys(map(args.window, range(args.n_layers)))
+        self.backends = {window: attention_backend(attention, window) for window in windows}
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by index, so that names do not change when a pipeline stage drops blocks.
         self.layers = nn.ModuleDict(
-            {str(index): TransformerBlock(args, self.attention, index) for index in range(args.n_layers)}
+            {
+                str(index): TransformerBlock(args, self.backends[args.window(index)], index)
+                for index in range(args.n_layers)
+            }
         )
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
         self.output: OutputHead | None = (
@@ -72,9 +79,13 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=h_BSD.device)
         if self.layers:  # a stage with only the embedding or the head needs no mask, which is large
             rotations = rope_rotations(self.args, positions, h_BSD.dtype)
-            mask = self.attention.mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
+            masks = {
+                window: self.backends[window].mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
+                for window in dict.fromkeys(self.args.window(int(name)) for name in self.layers)
+            }
             for name, block in self.layers.items():
-                h_BSD = self.block_sums.hidden(block(h_BSD, rotations, mask), name)
+                out = block(h_BSD, rotations, masks[self.args.window(int(name))])
+                h_BSD = self.block_sums.hidden(out, name)
         if self.norm is None or self.output is None:
             return h_BSD
         tied_VD = None

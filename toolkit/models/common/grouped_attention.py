@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from toolkit.models.common.args import ModelArgs
@@ -10,8 +13,23 @@ from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.common.rope import rotate
 
 
+class Sinks(nn.Module):
+    """One logit per head (H,) in the denominator of its softmax (arXiv:2309.17453)."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class Attention(nn.Module):
-    """Grouped-query attention with rotary position embeddings."""
+    """Grouped-query attention with rotary position embeddings.
+
+    Raises:
+        ValueError: the model has sinks, which the backend does not support.
+    """
 
     def __init__(self, args: ModelArgs, backend: AttentionBackend):
         super().__init__()
@@ -20,9 +38,12 @@ class Attention(nn.Module):
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=args.out_bias)
         self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.sinks = Sinks(args.n_heads) if args.sinks else None
+        if args.sinks and not backend.takes_sinks:
+            raise ValueError(f"{type(backend).__name__} attention does not support sinks")
         # Replaces the call of the backend; it is called with this module and the backend's arguments, and
         # calls the backend itself.
         self.adapter: nn.Module | None = None
@@ -39,5 +60,10 @@ class Attention(nn.Module):
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
         """Attend with rotated queries and keys, through the adapter if any. Returns (B, S, D)."""
         heads = q_BSHE, k_BSKE, v_BSKE, mask
-        out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
+        if self.sinks is not None:
+            assert self.adapter is None, "adapters of keys and values have no sinks"
+            backend: Any = self.backend
+            out_BSHE = backend(*heads, sinks_H=self.sinks())
+        else:
+            out_BSHE = self.backend(*heads) if self.adapter is None else self.adapter(self, *heads)
         return self.wo(out_BSHE.flatten(-2))

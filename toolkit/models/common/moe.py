@@ -19,7 +19,7 @@ from toolkit.compat import unsafe_view
 from toolkit.models.common.args import ModelArgs, MoEArgs
 from toolkit.models.common.block_output import BlockOutput
 from toolkit.models.common.grouped_linear import grouped_linear
-from toolkit.models.common.swiglu import swiglu
+from toolkit.models.common.swiglu import clamped_swiglu, swiglu
 
 
 class Routing(NamedTuple):
@@ -118,7 +118,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         self.args = args
-        self.gate = nn.Linear(dim, args.num_experts, bias=False)
+        self.gate = nn.Linear(dim, args.num_experts, bias=args.bias)
         self.force_load_balance = False  # of debug.moe_force_load_balance
 
     def forward(self, x_TD: Tensor, bias_E: Tensor | None) -> Routing:
@@ -152,14 +152,18 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards, stacked: w1 and w3 (E, F, D), w2 (E, D, F)."""
+    """SwiGLU feed-forwards, stacked: w1 and w3 (E, F, D), w2 (E, D, F), and their biases (E, F) and (E, D)
+    if the model has them."""
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
-        self.num_experts = args.num_experts
-        self.w1 = nn.Parameter(torch.empty(args.num_experts, args.ffn_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(args.num_experts, dim, args.ffn_dim))
-        self.w3 = nn.Parameter(torch.empty(args.num_experts, args.ffn_dim, dim))
+        self.args, self.num_experts = args, args.num_experts
+        shapes = {"w1": (args.ffn_dim, dim), "w2": (dim, args.ffn_dim), "w3": (args.ffn_dim, dim)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(args.num_experts, *shape)))
+        for name, (rows, _) in shapes.items():
+            bias = nn.Parameter(torch.empty(args.num_experts, rows)) if args.bias else None
+            self.register_parameter(f"{name}_bias", bias)
         self.dispatch: Dispatch | None = None  # set by expert parallelism
 
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
@@ -180,9 +184,17 @@ class Experts(nn.Module):
 
     def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        gate_MF = self._linear("w1", rows_MD, ends_E)
-        up_MF = self._linear("w3", rows_MD, ends_E)
-        return self._linear("w2", swiglu(gate_MF, up_MF), ends_E)
+        gate_MF, up_MF = (self._biased(name, rows_MD, ends_E) for name in ("w1", "w3"))
+        limit, alpha = self.args.swiglu_limit, self.args.swiglu_alpha
+        hidden_MF = clamped_swiglu(gate_MF, up_MF, limit, alpha) if limit else swiglu(gate_MF, up_MF)
+        return self._biased("w2", hidden_MF, ends_E)
+
+    def _biased(self, name: str, x_MK: Tensor, ends_E: Tensor) -> Tensor:
+        out_MN, bias_EN = self._linear(name, x_MK, ends_E), getattr(self, f"{name}_bias")
+        if bias_EN is None:
+            return out_MN
+        # A matmul with ones adds each expert's bias to its rows, and sums its gradient, in a fixed order.
+        return out_MN + grouped_linear(x_MK.new_ones(len(x_MK), 1), bias_EN[..., None], ends_E)
 
     def _linear(self, name: str, x_MK: Tensor, ends_E: Tensor) -> Tensor:
         """Multiply rows sorted by expert by the weight ``name``; see :func:`grouped_linear`."""

@@ -33,6 +33,15 @@ ONES = Init(mean=1.0)
 
 
 @dataclass(frozen=True)
+class Fused:
+    """Layout of a Hugging Face tensor that contains ``count`` parameters of all experts, interleaved in the
+    last dimension: this one has every ``count``-th column, from ``first`` on. Matrices are transposed."""
+
+    first: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class ParameterRow:
     """A parameter or a buffer.
 
@@ -56,7 +65,8 @@ class ParameterRow:
             part: part of the model that it belongs to.
         block: index of the block.
         experts: number of experts that are stacked in the first dimension; 0 if it belongs to none. ``hf`` is
-            then the name of one expert's matrix, with {} for its index.
+            then the name of one expert's matrix, with {} for its index, unless it is ``fused``.
+        fused: layout in Hugging Face checkpoints, if a tensor contains all experts.
         chosen: number of the experts that compute a token.
     """
 
@@ -75,6 +85,7 @@ class ParameterRow:
     block: int | None = None
     experts: int = 0
     chosen: int = 0
+    fused: Fused | None = None
 
     @property
     def module(self) -> str:
@@ -88,11 +99,16 @@ class ParameterRow:
     @property
     def hf_names(self) -> list[str]:
         """Names in Hugging Face checkpoints: one, or one per expert."""
-        return [self.hf.format(expert) for expert in range(self.experts)] if self.experts else [self.hf]
+        each = self.experts and self.fused is None
+        return [self.hf.format(expert) for expert in range(self.experts)] if each else [self.hf]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape in Hugging Face checkpoints: the parameter's, or that of one expert's matrix."""
+        """Shape in Hugging Face checkpoints: the parameter's, or that of one expert's matrix or of the fused
+        tensor."""
+        if self.fused is not None:
+            experts, rows, *columns = self.shape
+            return (experts, *columns, rows * self.fused.count)
         return self.shape[1:] if self.experts else self.shape
 
     @property
@@ -137,17 +153,30 @@ def attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
                 replace(weight, name=f"attention.{ours}.bias", shape=(size,), init=Init(),
                         hf=f"self_attn.{theirs}.bias", linear=False)
             )  # fmt: skip
-    attended = ("attention.wq", "attention.wk", "attention.wv")
+    attended: tuple[str, ...] = ("attention.wq", "attention.wk", "attention.wv")
     if args.qk_norm:
         attended = ("attention.q_norm", "attention.k_norm", "attention.wv")
-    rows.append(
-        ParameterRow("attention.wo.weight", (dim, queries), into_residual, "self_attn.o_proj.weight", "row",
-            linear=True, reads=attended)
+    if args.sinks:
+        attended += ("attention.sinks",)
+    out = ParameterRow(
+        "attention.wo.weight", (dim, queries), into_residual, "self_attn.o_proj.weight", "row",
+        linear=True, reads=attended,
     )  # fmt: skip
+    rows.append(out)
+    if args.out_bias:
+        rows.append(
+            replace(out, name="attention.wo.bias", shape=(dim,), init=Init(), hf="self_attn.o_proj.bias",
+                    linear=False)
+        )  # fmt: skip
     for part in "qk" if args.qk_norm else "":
         rows.append(
             ParameterRow(f"attention.{part}_norm.weight", (args.head_dim,), ONES,
                 f"self_attn.{part}_norm.weight", rotary=args.head_dim, reads=(f"attention.w{part}",))
+        )  # fmt: skip
+    if args.sinks:
+        rows.append(
+            ParameterRow("attention.sinks.weight", (args.n_heads,), drawn, "self_attn.sinks", "column",
+                reads=("attention_norm",))
         )  # fmt: skip
     rows.append(
         ParameterRow(
@@ -244,7 +273,17 @@ def moe_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
         hf="mlp.experts.{}.down_proj.weight",
     )  # fmt: skip
     beside = replace(up, name="moe.experts.w3", init=into_residual, hf="mlp.experts.{}.up_proj.weight")
-    rows += [gate, up, down, beside]
+    rows.append(gate)
+    if moe.bias:
+        bias = replace(gate, name="moe.router.gate.bias", shape=(experts,), hf="mlp.gate.bias")
+        rows.append(replace(bias, init=Init(), router=False))
+    rows += [up, down, beside]
+    if moe.bias:
+        rows += [
+            replace(row, name=f"{row.name}_bias", shape=row.shape[:2], init=Init(),
+                    hf=row.hf.replace("weight", "bias"))
+            for row in (up, down, beside)
+        ]  # fmt: skip
     if shared := moe.num_shared_experts:
         rows += feed_forward_rows(args, layer, shared * ffn, "moe.shared_experts", "mlp.shared_experts")
     return rows
@@ -332,8 +371,8 @@ class ParameterTable(Mapping[str, ParameterRow]):
     @cached_property
     def adaptable(self) -> dict[str, ParameterRow]:
         """Weights that LoRA may update, by the name of their layer, or of the weight itself if experts are
-        stacked in it."""
-        rows = (row for row in self.values() if row.linear or row.router or row.experts)
+        stacked in it. Fused experts are not among them, because PEFT's updates have another layout."""
+        rows = (row for row in self.values() if row.linear or row.router or (row.experts and not row.fused))
         return {row.name if row.experts else row.module: row for row in rows}
 
     @property
@@ -379,20 +418,28 @@ class ParameterTable(Mapping[str, ParameterRow]):
         """
         return self._hf[name]
 
-    def from_hf(self, name: str) -> tuple[str, int] | None:
-        """Return our name of the Hugging Face tensor ``name``, and the index of its expert, or 0; None for
-        rotary frequencies, which are computed.
+    def from_hf(self, name: str) -> list[tuple[str, int]]:
+        """Return our names of what the Hugging Face tensor ``name`` contains, several if it is fused, each
+        with the index of its expert, or 0; none for rotary frequencies, which are computed.
 
         An unknown name gets a suffix, so that it is reported as unexpected even if it equals one of our names
         (as norm.weight does in a model saved without its head).
         """
         if name.endswith("rotary_emb.inv_freq"):
-            return None
-        return self._ours.get(name, (f"{name} (not of this model)", 0))
+            return []
+        return self._ours.get(name, [(f"{name} (not of this model)", 0)])
+
+    def row_of(self, hf_name: str) -> ParameterRow | None:
+        """Return the row of the Hugging Face tensor ``hf_name``, the first if it is fused, or None."""
+        return next((self.get(name) for name, _ in self.from_hf(hf_name)), None)
 
     @cached_property
-    def _ours(self) -> dict[str, tuple[str, int]]:
-        return {name: (row.name, index) for row in self._all for index, name in enumerate(row.hf_names)}
+    def _ours(self) -> dict[str, list[tuple[str, int]]]:
+        found: dict[str, list[tuple[str, int]]] = {}
+        for row in self._all:
+            for index, name in enumerate(row.hf_names):
+                found.setdefault(name, []).append((row.name, index))
+        return found
 
 
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:

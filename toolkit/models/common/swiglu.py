@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) · up, of equal shapes (Shazeer 2020, arXiv:2002.05202)."""
+"""SwiGLU: silu(gate) · up, of equal shapes (Shazeer 2020, arXiv:2002.05202), and a variant with limits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if fused.is_enabled("swiglu") and not torch.compiler.is_compiling():
         return _SwiGLU.apply(gate, up)
     return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Compute gate · sigmoid(alpha · gate) · (up + 1), with gate at most ``limit`` and up within ± ``limit``
+    (gpt-oss, arXiv:2508.10925)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.errors import Problem
 from toolkit.hardware import lacks_c_compiler
-from toolkit.models.common.attention_choice import flavor_attention
+from toolkit.models.common.attention_choice import WITH_SINKS, flavor_attention
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _FLASH_KERNEL = ("flash", "varlen")
@@ -82,6 +82,15 @@ def attention_takes_window(run: PlannedRun) -> list[Problem]:
     rule = f"this flash kernel has no window, and the model's, {window} tokens, is shorter than a sequence"
     fix = f'set it to "varlen", or training.seq_len to {window} or less'
     return [run.problem("model.attention", rule, fix)]
+
+
+@rule()
+def attention_takes_sinks(run: PlannedRun) -> list[Problem]:
+    """Check that the backend supports the model's attention sinks."""
+    if run.model is None or not run.model.sinks or run.attention in WITH_SINKS:
+        return []
+    rule = f"{run.attention} does not support the attention sinks of this model"
+    return [run.problem(_chooser(run), rule, 'set model.attention = "auto" or "sdpa"')]
 
 
 @rule()

@@ -22,10 +22,12 @@ _SHOWN = 8
 _AS_BEFORE = "set it as in that run, or use another job.dump_folder"
 _FOUND_BY = ("checkpoint.folder", "job.dump_folder", "checkpoint.enable")
 """Keys that locate a run's own checkpoint if no other key selects one."""
+_NEW = (
+    "family", "qk_norm", "qkv_bias", "out_bias", "sinks", "sliding_window", "full_attention_step",
+    "classifier",
+)  # fmt: skip
 _SINCE_0_2 = {
-    field.name: field.default
-    for field in fields(ModelArgs)
-    if field.name in ("family", "qk_norm", "qkv_bias", "sliding_window", "classifier")
+    field.name: field.default for field in fields(ModelArgs) if field.name in _NEW
 }  # with the values implied by older manifests
 
 

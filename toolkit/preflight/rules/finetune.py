@@ -48,8 +48,10 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
         return []
     args = run.model
     names = [name for pair in zip(*hf_linear_names(args).items(), strict=True) for name in pair]
-    names = [*dict.fromkeys(names), *([EXPERTS] if args.moe else []), ALL_LINEAR]
+    experts = any(row.experts for row in adaptable(args).values())
+    names = [*dict.fromkeys(names), *([EXPERTS] if experts else []), ALL_LINEAR]
     patterns = options.lora.target_modules
+    fused = ", and LoRA adapts no routers and experts of this model" if args.moe and not experts else ""
     if not patterns:
         return [run.problem(_TARGETS, "LoRA needs at least one target", f"use some of {', '.join(names)}")]
     return [
@@ -57,7 +59,7 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
         if (weight := outside_blocks(args, pattern))
         else run.problem(
             _TARGETS,
-            f'"{pattern}" is not a linear layer',
+            f'"{pattern}" is not a linear layer{fused}',
             did_you_mean(pattern, names, f"use some of {', '.join(names)}"),
         )
         for pattern in idle_targets(args, patterns)
@@ -170,11 +172,15 @@ def freezing_acts(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def adapter_fits_attention(run: PlannedRun) -> list[Problem]:
-    """Check that adapters of keys and values have heads of their own to add to."""
+    """Check that adapters of keys and values have heads of their own to add to, and no sinks."""
     adapter = run.config.finetune.adapter
-    if run.model is None or run.model.mla is None or adapter not in ("prefix_tuning", "llama_adapter"):
+    if run.model is None or adapter not in ("prefix_tuning", "llama_adapter"):
         return []
-    rule = "latent attention makes the keys and values of all heads from one vector, and takes no others"
+    if not run.model.mla and not run.model.sinks:
+        return []
+    rule = "attention sinks are part of the softmax over a token's own keys, and support no learned keys"
+    if run.model.mla:
+        rule = "latent attention makes the keys and values of all heads from one vector, and takes no others"
     return [run.problem("finetune.adapter", rule, 'set it to "lora"')]
 
 

@@ -127,6 +127,15 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     ]
 
 
+@rule()
+def ring_takes_sinks(run: PlannedRun) -> list[Problem]:
+    """Check that ring attention is not asked for attention sinks."""
+    if run.model is None or not run.model.sinks or not _takes_ring(run):
+        return []
+    rule = "ring attention does not support the attention sinks of this model"
+    return [run.problem(_ROTATE, rule, 'set it to "allgather"')]
+
+
 def _takes_ring(run: PlannedRun) -> bool:
     options, documents = run.config.parallelism, run.config.data.document_mask
     return uses_ring(options, device=run.hardware.device, documents=documents)
