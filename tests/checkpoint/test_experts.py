@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 import tests.models.moe_family  # noqa: F401  registers the family
@@ -102,6 +103,7 @@ def _in_bf16(folder: str) -> list[dict[str, Tensor]]:
                     "steps": steps, "seq_len": 32, "dtype": "bfloat16", "mixed_precision_param": "bfloat16"
                 },
                 checkpoint=saves | options,
+                metrics={"enable_tensorboard": not found},
                 lr_scheduler={"warmup_steps": 2, "decay_type": "constant"},
             )
         )  # fmt: skip
@@ -111,6 +113,10 @@ def _in_bf16(folder: str) -> list[dict[str, Tensor]]:
         weights = open_weights(Path(folder, "run", place))
         assert weights.tensors["tok_embeddings.weight"].dtype == torch.bfloat16
         found.append({name: weights.read(name) for name in found[0]})
+    events = EventAccumulator(str(Path(folder, "run", "tb")))
+    events.Reload()
+    [load] = events.Images("train/moe/load")
+    assert (load.step, load.height, load.width) == (3, 8 * 2, 8 * 8)  # of layers and experts
     return found
 
 
