@@ -417,6 +417,7 @@ MORE = [
     "shard4 moe aux-seq accumulate3 reduce-once",
     "shard2 moe aux compiled",
     "tp2 moe aux-seq compiled",
+    "tp2 moe aux compiled AC-full",
     "cp2 moe aux",
     "cp2 moe aux-seq head-first",
     "replicate2 NO_SHARD moe aux",

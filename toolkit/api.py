@@ -200,12 +200,12 @@ def new_model(config: Config, data: RunData) -> Decoder:
     if problems := [Problem(rule, fix, key, it) for key, it in given.items() if it != _PLAIN[key]]:
         raise ConfigError(problems)
     args = model_args(config, tokenizer_vocab=data.n_words)
-    model = meta_decoder(
+    return meta_decoder(
         args,
         attention=attention_name(config, detect(config.training.device).device, args),
         loss_chunk_tokens=config.training.loss_chunk_tokens,
+        dtype=process_group.DTYPES[config.training.dtype],
     )
-    return model.to(process_group.DTYPES[config.training.dtype])
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:

@@ -104,12 +104,12 @@ def build_model(
             args,
             attention=attention_name(config, device.type, args),
             loss_chunk_tokens=config.training.loss_chunk_tokens,
+            dtype=DTYPES[config.training.dtype],
         )
         if modules:
             from toolkit.parallel.pipeline_parallel import keep_stage
 
             keep_stage(model, modules)
-        model.to(DTYPES[config.training.dtype])
         if config.finetune.chooses:
             from toolkit.finetune.apply import apply_finetune
 

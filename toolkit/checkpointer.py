@@ -27,6 +27,7 @@ from toolkit.errors import CheckpointError, printable
 from toolkit.exporter import Exporter
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import pretrained_folder
+from toolkit.models.meta_decoder import buffer_dtype
 from toolkit.models.on_disk import EXPORTS
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.model_parts import ModelParts
@@ -302,7 +303,9 @@ class Checkpointer:
         self.end_save(wait=True)
         tensors = self.tensors(model_only=model_only)
         if model_only:
-            tensors = {name: tensor.detach().to(self.exporter.dtype) for name, tensor in tensors.items()}
+            dtype = self.exporter.dtype
+            dtypes = {f"model.{name}": buffer_dtype(dtype) for name, _ in self._model_parts.named_buffers()}
+            tensors = {name: it.detach().to(dtypes.get(name, dtype)) for name, it in tensors.items()}
         state = self._state
         if self._options.keep_best:
             self._choose_best(about_to_be_saved=state.step)

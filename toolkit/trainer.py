@@ -368,6 +368,9 @@ class Trainer:
         for hook in self.hooks:
             values = hook.log_values(values)
         self.record(values)
+        step, experts = self.train_state.step, self.model_parts.expert_load
+        if experts and (step % (10 * self.config.metrics.log_freq) == 0 or step == self.total_steps):
+            self.log.draw(step, "moe/load", experts.of_mean.cpu().numpy())
 
     def record(self, values: dict[str, Any]) -> None:
         """Log the values or the event of the current step and append them to the history."""

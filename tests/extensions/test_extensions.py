@@ -283,6 +283,12 @@ WRONG = {
     "register_family('x', type(SPEC)({'y': SPEC.sizes['llama2']}))": (
         "wrong.py:3: ValueError: ModelArgs of the family x have family = 'llama'"
     ),
+    f"{ALL}\nfrom dataclasses import replace\nfrom toolkit.models.mixtral import SPEC\n"
+    "size = replace(SPEC.sizes['mixtral']['debugmodel'], family='x')\n"
+    "size = replace(size, moe=replace(size.moe, top_k=9))\n"
+    "register_family('x', type(SPEC)({'y': {'small': size}}))": (
+        "wrong.py:6: ValueError: y small: MoEArgs.top_k = 9 must be at most num_experts, which is 8"
+    ),
     "import sys\nsys.exit(0)": "wrong.py:2: SystemExit: 0",
     "import lacking": "wrong.py:1: ModuleNotFoundError: No module named 'lacking'",
     "def f():\n  return 1 / 0\nf()": "wrong.py:2: ZeroDivisionError: division by zero",

@@ -1,11 +1,14 @@
 import errno
+import io
 import json
 import math
 import mmap
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -53,6 +56,18 @@ def test_tensorboard_reads_the_events(tmp_path):
     assert _scalars(events, "validation/loss") == [(3, 7.0)]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text == '    [training]\n    steps = 3 # "x"'
+
+
+def test_a_heat_map_is_an_image_of_tensorboard(tmp_path):
+    logger = MetricLogger(_OPTIONS, tmp_path, total_steps=9)
+    logger.draw(3, "moe/load", np.array([[1.0, 8.0, 0.0], [2.0, 0.5, 4.0]]))
+    logger.close()
+    [image] = _events(tmp_path / "tb").Images("train/moe/load")
+    pixels = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
+    assert image.step == 3 and pixels.shape == (16, 24, 3)
+    red, blue = [255, 0, 0], [0, 0, 255]
+    assert pixels[::8, ::8].tolist() == [[[255] * 3, red, blue], [[255, 128, 128], [128, 128, 255], red]]
+    assert (pixels == pixels[::8, ::8].repeat(8, 0).repeat(8, 1)).all()
 
 
 def test_a_resumed_run_shows_each_step_once_everywhere(tmp_path):

@@ -1,13 +1,14 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from toolkit.errors import ConfigError
-from toolkit.models.common.args import RopeScaling
+from toolkit.models.common.args import MoEArgs, RopeScaling
 from toolkit.models.llama.args import PRESETS
 from toolkit.models.parameters import parameter_count
-from toolkit.models.registry import resolve
+from toolkit.models.registry import presets, resolve
 
 # As published: layers, dim, heads, kv heads, ffn, vocabulary, head dim, theta, context, tied, parameters.
 PUBLISHED = {
@@ -138,3 +139,46 @@ def test_a_key_that_is_not_a_field_is_a_programming_error():
 def test_presets_import_no_torch():
     code = "import sys, toolkit.models.llama.args; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+_GROUPS = "must divide num_experts, which is 8, into groups of at least 2: 0, 1, 2 or 4"
+MOE = MoEArgs(num_experts=8, top_k=2, ffn_dim=4, score_func="sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("fields", "broken"),
+    [
+        ({"top_k": 9}, {"top_k": "must be at most num_experts, which is 8"}),
+        ({"top_k": 0, "ffn_dim": -4}, dict.fromkeys(("top_k", "ffn_dim"), "must be a positive integer")),
+        ({"num_experts": 8.0}, {"num_experts": "must be a positive integer"}),
+        ({"num_shared_experts": -1}, {"num_shared_experts": "must be a nonnegative integer"}),
+        ({"step": 0}, {"step": "must be a positive integer"}),
+        ({"score_func": "tanh"}, {"score_func": 'must be "softmax" or "sigmoid"'}),
+        ({"route_scale": float("nan")}, {"route_scale": "must be a positive number"}),
+        (
+            {"num_expert_groups": 3, "num_limited_groups": 1},
+            {"num_expert_groups": _GROUPS},
+        ),
+        (
+            {"num_expert_groups": 8, "num_limited_groups": 2},
+            {"num_expert_groups": _GROUPS},
+        ),
+        ({"num_expert_groups": 8, "num_limited_groups": 2, "score_func": "softmax"}, {}),
+        (
+            {"num_expert_groups": 4, "num_limited_groups": 1, "top_k": 3},
+            {"num_limited_groups": "must be 2 to 4, for top_k = 3"},
+        ),
+        (
+            {"num_expert_groups": 4, "num_limited_groups": 5},
+            {"num_limited_groups": "must be 1 to 4, for top_k = 2"},
+        ),
+        ({"num_limited_groups": 1}, {"num_limited_groups": "must be 0 without num_expert_groups"}),
+    ],
+)
+def test_rules_of_experts(fields, broken):
+    assert replace(MOE, **fields).broken_rules() == broken
+
+
+def test_experts_of_presets_break_no_rule():
+    experts = [args.moe for sizes in presets().values() for args in sizes.values() if args.moe]
+    assert experts and not any(moe.broken_rules() for moe in experts)

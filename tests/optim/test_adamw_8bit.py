@@ -20,9 +20,9 @@ from toolkit.errors import CheckpointError
 from toolkit.hardware import cached_tensors, simulate
 from toolkit.models.from_config import model_args
 from toolkit.optim import adamw_8bit
-from toolkit.optim.in_8bit import BLOCK
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
+from toolkit.optim.selection import BLOCK
 from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.fake_step import step_memory
 from toolkit.trainer import Trainer

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests import mesh_runs, meshes
 from tests.helpers import in_layout, run_world
+from tests.models import moe_family  # noqa: F401 (registers the family "experts")
 from tests.preflight.bad_runs import CPU
 from tests.training import MESHES, small_config, small_trainer
 from toolkit.config import Config
@@ -34,9 +35,13 @@ SHAPES = {
     "layers.0.feed_forward.w1.weight": (40, 24),
     "layers.0.feed_forward.w2.weight": (24, 40),
     "layers.0.ffn_norm.weight": (24,),
+    "layers.1.moe.router.gate.weight": (8, 24),
+    "layers.1.moe.experts.w1": (2, 8, 24),
     "output.weight": (48, 24),
 }
-MATRICES = [name for name in SHAPES if "wq.weight" in name or "feed_forward" in name]
+MATRICES = [
+    name for name in SHAPES if "wq.weight" in name or "feed_forward" in name or name.endswith("gate.weight")
+]
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -157,20 +162,27 @@ def test_what_is_all_matrices_or_has_none_is_updated() -> None:
         assert not any(map(torch.equal, before, named.values()))
 
 
+EXPERTS_AND_MUON: dict[str, Any] = {
+    "model": {"name": "experts", "flavor": "debugmodel"},
+    "optimizer": {"name": "Muon"},
+    "finetune": {"freeze_first_layers": 1},
+}
+
+
 def test_the_preflight_counts_what_each_updates(tmp_path: Path) -> None:
-    config = small_config(tmp_path, optimizer={"name": "Muon"}, finetune={"freeze_first_layers": 1})
+    config = small_config(tmp_path, **EXPERTS_AND_MUON)
     groups = run_world(_sizes, 1, str(tmp_path))[0]
     matrices, rest = (
         [size for is_matrix, sizes in groups for size in sizes if is_matrix == wanted]
         for wanted in (True, False)
     )
     told = f"Muon updates {sum(matrices):,} parameters in {len(matrices)} matrices, AdamW {sum(rest):,}"
-    assert len(matrices) == 7
+    assert len(matrices) == 4 + 3 + 1  # of attention, shared experts and the router
     assert f"optimizer.name: {told}" in notes(config, world_size=1, hardware=CPU)
 
 
 def _sizes(folder: str) -> list[tuple[bool, list[int]]]:
-    config = small_config(folder, optimizer={"name": "Muon"}, finetune={"freeze_first_layers": 1})
+    config = small_config(folder, **EXPERTS_AND_MUON)
     groups = small_trainer(config).optimizer.param_groups
     return [("momentum" in group, [it.numel() for it in group["params"]]) for group in groups]
 

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.models import moe_family  # noqa: F401 (registers the family "experts")
 from tests.models.small_llama import build, small, tokens_and_labels
 from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
@@ -23,13 +24,16 @@ from toolkit.distributed.dtensor import clean_name
 from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.nf4 import PackedWeight
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.parameters import init_rule
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import apply_compile
+from toolkit.parallel.init_weights import initialize
 
 ROWS, LENGTH, LAYERS = 2, 40, 3
 ARGS = small(n_layers=LAYERS, head_dim=8)
 TOKENS, LABELS = tokens_and_labels(ROWS, LENGTH)
 DOCUMENTS = (torch.arange(LENGTH) // 7).expand(ROWS, LENGTH)
+EXPERTS = small("experts", n_layers=LAYERS)
 MODES = {
     "full": ActivationCheckpoint(mode="full"),
     "full, stopped early": ActivationCheckpoint(mode="full", early_stop=True),
@@ -76,6 +80,31 @@ def test_gradients_are_those_without(mode: str, backend: str, chunk: int) -> Non
     expected = gradients(model_with(chunk=chunk))
     found = gradients(model_with(MODES[mode], backend, chunk))
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-5 if backend else 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"), [*product(MODES, [""]), *product(["full", "op"], ["aot_eager"])]
+)
+def test_experts_are_chosen_once(mode: str, backend: str) -> None:
+    """Biases that change between forward and backward would change a choice made again, and no gradient."""
+
+    def gradients(options: ActivationCheckpoint, change: float) -> dict[str, Tensor]:
+        model = Decoder(EXPERTS).double()
+        initialize(
+            [*model.named_parameters(), *model.named_buffers()], 1, lambda name: init_rule(name, EXPERTS)
+        )
+        apply_activation_checkpoint(model.layers, options, compiled=bool(backend))
+        if backend:
+            apply_compile(model, Compile(enable=True, components=["model"], backend=backend))
+        loss = model(TOKENS, labels=LABELS)
+        for bias in model.buffers():
+            bias.data += change * torch.arange(len(bias))  # of which autograd does not know
+        loss.backward()
+        with torch.no_grad():
+            assert change == 0 or not torch.equal(model(TOKENS, labels=LABELS), loss), "another choice"
+        return {clean_name(name): it.grad for name, it in model.named_parameters() if it.grad is not None}
+
+    torch.testing.assert_close(gradients(MODES[mode], 0.1), gradients(NONE, 0.0), rtol=1e-9, atol=1e-12)
 
 
 class _Watch(TorchDispatchMode):

@@ -282,6 +282,7 @@ def test_a_manifest_may_have_experts(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"top_k": 17}, "moe.top_k = 17: must be at most num_experts, which is 16"),
+        ({"num_expert_groups": 3}, "moe.num_expert_groups = 3: must divide num_experts, which is 16"),
         ({"ffn_dim": None}, "moe.ffn_dim is missing"),
         ({"num_experts": 0}, "moe.num_experts = 0: must be a positive integer"),
         ({"first_dense": -1}, "moe.first_dense = -1: must be a nonnegative integer"),

@@ -135,6 +135,15 @@ def register_family(name: str, spec: ModelSpec) -> None:
         raise ValueError(f"model.name has a value {model} already")
     for other in sorted({args.family for sizes in spec.sizes.values() for args in sizes.values()} - {name}):
         raise ValueError(f"ModelArgs of the family {name} have family = {other!r}")
+    broken = [
+        f"{model} {flavor}: MoEArgs.{field} = {getattr(args.moe, field)!r} {rule}"
+        for model, sizes in spec.sizes.items()
+        for flavor, args in sizes.items()
+        if args.moe
+        for field, rule in args.moe.broken_rules().items()
+    ]
+    if broken:
+        raise ValueError("; ".join(broken))
     _store("model.name", name, spec)
 
 

@@ -54,6 +54,8 @@ def trained_names(names: Iterable[str], args: ModelArgs, options: Finetune) -> s
     def is_trained(name: str) -> bool:
         if is_added(name):
             return True
+        if rows[name].buffer:
+            return False
         selected = not (options.adds or options.trainable) or matches_any(name, options.trainable)
         selected = selected or (options.adds and is_classifier_head(name, args))
         if not selected or matches_any(name, options.frozen):

@@ -163,7 +163,7 @@ def load_model(
         sinks=source.args.sinks,
         cpu_fast_paths=cpu.is_enabled(),
     )
-    model = meta_decoder(source.args, attention=attention).to(dtype)
+    model = meta_decoder(source.args, attention=attention, dtype=dtype)
     notes = [note_of(source), _shard(model, mesh, device, dtype) if mesh is not None else ""]
     model.to_empty(device=device).requires_grad_(False)
     adapter_set.load(model, next(iter(adapter_set.adapters), None), mesh.tp if mesh else None)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolkit.config.job import Metrics
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import printable
@@ -103,6 +105,11 @@ class MetricLogger:
             self._attempt(_PROM, lambda: prometheus.write(step, values))
         for tracker in self._trackers:
             tracker.write(step, values)
+
+    def draw(self, step: int, key: str, values_RC: np.ndarray) -> None:
+        """Show a table of values, of which 1 is neutral, as a heat map in TensorBoard."""
+        if (tensorboard := self._tensorboard) is not None:
+            self._attempt(_TENSORBOARD, lambda: tensorboard.draw(step, key, values_RC))
 
     def say(self, text: str) -> None:
         """Print ``text`` from rank 0, above the progress bar."""

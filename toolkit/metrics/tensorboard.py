@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from toolkit.metrics.heat_map import heat_map
+
 _SPEED = ("tokens_per_second", "mfu", "slowest_rank")
 
 
@@ -28,6 +32,12 @@ class TensorBoard:
         for key, value in values.items():
             if isinstance(value, int | float):
                 writer.add_scalar(tag(key), value, step)
+        writer.flush()
+
+    def draw(self, step: int, key: str, values_RC: np.ndarray) -> None:
+        """Add a heat map of values, of which 1 is neutral."""
+        writer = self._open()
+        writer.add_image(tag(key), heat_map(values_RC), step, dataformats="HWC")
         writer.flush()
 
     def close(self) -> None:

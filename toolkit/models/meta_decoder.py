@@ -13,9 +13,12 @@ from toolkit.models.parameters import table
 from toolkit.models.registry import spec
 
 
-def meta_decoder(args: ModelArgs, **options: Any) -> Decoder:
-    """Build the model of ``args`` on the meta device; ``options`` are passed to
+def meta_decoder(args: ModelArgs, *, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    """Build the model of ``args`` on the meta device, with parameters of ``dtype``; ``options`` are passed to
     :class:`~toolkit.models.common.decoder.Decoder`.
+
+    Buffers have at least fp32: they accumulate small steps, such as those of experts' biases, which bf16
+    would round away.
 
     Raises:
         ConfigError: parameters or buffers of the family's decoder do not match its parameter table.
@@ -34,4 +37,14 @@ def meta_decoder(args: ModelArgs, **options: Any) -> Decoder:
         rule = f"{whose} and the rows of the family differ in {first_few(different, 3)}"
         fix = "give each parameter and buffer a row with its name and shape, and each row its tensor"
         raise ConfigError(Problem(rule, fix))
+    model.to(dtype)
+    wide = buffer_dtype(dtype)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(wide) if buffer.is_floating_point() else buffer)
     return model
+
+
+def buffer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of floating-point buffers, in memory and in files, in a model of ``dtype``."""
+    return torch.promote_types(dtype, torch.float32)

@@ -27,8 +27,8 @@ from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.fused import Fused
 from toolkit.hardware import cached_tensors, device_type
-from toolkit.optim.in_8bit import BLOCK, in_8bit
 from toolkit.optim.optimizer import NamedParameters, parameter_groups
+from toolkit.optim.selection import BLOCK, in_8bit
 
 _CHUNK = {"cuda": 1 << 24}
 """Number of elements in fp32 at a time; the default 1 << 16 fits in a CPU's caches."""

@@ -34,6 +34,7 @@ from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.optim.optimizer import IMPLEMENTATIONS, AdamW, NamedParameters, parameter_groups
 from toolkit.optim.optimizer_state import adam_state
+from toolkit.optim.selection import is_block_matrix
 
 _A, _B, _C = 3.4445, -4.775, 2.0315  # from the post
 BUCKET = 1 << 25
@@ -252,13 +253,13 @@ def _size(slices: Slices) -> int:
 
 
 def build(parameters: NamedParameters, config: Config) -> DistributedMuon:
-    """Build the optimizer of a run. Muon updates the weights of the blocks' linear layers; AdamW updates all
-    other parameters, including those of adapters."""
+    """Build the optimizer of a run. Muon updates the matrices of the blocks; AdamW updates all other
+    parameters, including those of adapters and stacked experts."""
     options = config.optimizer
     named = [(clean_name(name), parameter) for name, parameter in parameters]
     groups: dict[bool, list[dict]] = {
         is_matrix: parameter_groups(
-            [(name, it) for name, it in named if _is_matrix(name, it) == is_matrix],
+            [(name, it) for name, it in named if is_block_matrix(name, it.shape) == is_matrix],
             weight_decay=options.weight_decay,
             no_decay=options.no_decay,
         )
@@ -275,7 +276,3 @@ def build(parameters: NamedParameters, config: Config) -> DistributedMuon:
     matrices = [{**group, **muon_options} for group in groups[True] if group["params"]]
     meshes = [it.device_mesh for _, it in named if isinstance(it, DTensor)]
     return DistributedMuon(matrices, rest, meshes[0] if meshes else None)
-
-
-def _is_matrix(name: str, parameter: Tensor) -> bool:
-    return name.startswith("layers.") and name.endswith(".weight") and parameter.ndim == 2

@@ -15,13 +15,16 @@ Under tensor parallelism the rule applies to a rank's shards: the outputs of w1 
 save, and the outputs of wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
 All-gathers are never saved: their output is tp times as large as their input. (In eager mode, wo and w2 are
 recomputed although nothing needs them; ``early_stop`` avoids this for w2.)
+
+In every mode, routers choose experts once: recomputed scores that round differently could choose others,
+whose gradients would belong to another forward. Blocks recomputed as a whole keep the choices, 8 bytes each.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from toolkit.compat import CachedDispatchMode, checkpoint_wrapper, functorch_config, operator_is_compiled
 from toolkit.config.parallelism import ActivationCheckpoint
 from toolkit.hardware import is_simulated
+from toolkit.models.common.moe import Router
 
+CHOICE = "aten::topk"
+"""Operator by which routers choose experts."""
 SAVED = frozenset(
     {
         "aten::_scaled_dot_product_cudnn_attention",
@@ -42,8 +48,7 @@ SAVED = frozenset(
         "torch_attn::_varlen_attn",
         "toolkit::blockwise_attention",
         "flex_attention",
-        # The router's choice of experts is made once: a kernel that rounds differently could choose others.
-        "aten::topk",
+        CHOICE,
         # flex_attention when it is compiled inside a block that is not.
         "inductor_compiled_code",
         "_c10d_functional::reduce_scatter_tensor",
@@ -60,12 +65,14 @@ _MAY_SAVE = SAVED | {_NF4_LINEAR} | _MATMULS.keys()
 
 def policy(option: str, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decide whether mode "op" or "matmul" saves the output of ``operator``, by the rule in the module
-    docstring.
+    docstring; option "choice" saves only the choices of routers.
 
     torch.compile may override PREFER_RECOMPUTE, but not MUST_SAVE.
     """
     name = operator.name()
-    if name in _MATMULS:
+    if option == "choice":
+        save = name == CHOICE
+    elif name in _MATMULS:
         factor: Tensor = args[_MATMULS[name]]
         inner, width = factor.shape[-2:]
         save = option == "matmul" or width <= inner
@@ -98,11 +105,41 @@ class _RecomputeMode(CachedDispatchMode):
         return func(*args, **kwargs)
 
 
+class _ChooseOnce:
+    """Context of a checkpointed block's first forward and of its recomputations, in which its routers return
+    the choice of the first. Unlike dispatch modes, it costs nothing per operator."""
+
+    def __init__(self, routers: Sequence[Router]):
+        self.kept: list[tuple[Router, list[Tensor]]] = [(router, []) for router in routers]
+
+    def __enter__(self) -> None:
+        for router, kept in self.kept:
+            router.kept = kept
+
+    def __exit__(self, *error: object) -> None:
+        for router, _ in self.kept:
+            router.kept = None
+
+
+def routers_of(module: nn.Module) -> list[Router]:
+    """Return the routers in ``module``."""
+    return [inner for inner in module.modules() if isinstance(inner, Router)]
+
+
+def _choose_once(routers: Sequence[Router]) -> tuple[_ChooseOnce, _ChooseOnce]:
+    context = _ChooseOnce(routers)
+    return context, context
+
+
 def apply_activation_checkpoint(
-    blocks: nn.ModuleDict, options: ActivationCheckpoint, *, pareto_folder: Path | None = None
+    blocks: nn.ModuleDict,
+    options: ActivationCheckpoint,
+    *,
+    compiled: bool = False,
+    pareto_folder: Path | None = None,
 ) -> None:
-    """Wrap the blocks in place. Mode "memory_budget" wraps none: it is a compiler setting. The compiler plots
-    the cost of each budget into ``pareto_folder``, if set."""
+    """Wrap the blocks in place, before they are ``compiled``. Mode "memory_budget" wraps none: it is a
+    compiler setting. The compiler plots the cost of each budget into ``pareto_folder``, if set."""
     _set_memory_budget(options, pareto_folder if options.visualize_memory_budget_pareto else None)
     if options.mode in ("none", "memory_budget"):
         return
@@ -112,21 +149,32 @@ def apply_activation_checkpoint(
         "determinism_check": options.determinism_check,
         "debug": options.debug,
     }
-    if options.by_operator:
-        arguments["context_fn"] = _by_operator(options.selective_ac_option)
     by_stride = options.mode == "selective" and not options.by_operator
     stride = int(options.selective_ac_option) if by_stride else 1
-    for index, name in enumerate(list(blocks)):
+    for index, (name, block) in enumerate(list(blocks.items())):
         if index % stride == 0:
-            blocks[name] = checkpoint_wrapper(blocks[name], **arguments)
+            contexts = _contexts_of(block, options, compiled)
+            blocks[name] = checkpoint_wrapper(block, **arguments, **contexts)
 
 
-def _by_operator(option: str) -> Callable[[], Any]:
+def _contexts_of(block: nn.Module, options: ActivationCheckpoint, compiled: bool) -> dict[str, Any]:
+    """Return the contexts of both forwards of ``block``, as arguments of the wrapper."""
+    if options.by_operator:
+        return {"context_fn": _by_policy(options.selective_ac_option)}
+    routers = routers_of(block)
+    if not routers:
+        return {}
+    # torch.compile ignores contexts that are no policy.
+    return {"context_fn": _by_policy("choice") if compiled else partial(_choose_once, routers)}
+
+
+@cache  # one object, so that all blocks share one graph
+def _by_policy(option: str) -> Callable[[], Any]:
     # torch.compile warns about in-place operators; a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     contexts: Any = partial(_contexts, option)  # a new object, because the function would keep the attribute
     # torch.compile caches graphs with a policy only under a key that identifies the policy's code.
-    contexts.cache_hash = f"keep attention and the matmuls of {option}"
+    contexts.cache_hash = f"policy {option}"
     return contexts
 
 

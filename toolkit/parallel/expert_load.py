@@ -29,6 +29,7 @@ class ExpertLoad:
     Attributes:
         losses: the losses of each layer's router.
         names: names of :meth:`metrics`.
+        of_mean: loads of the last step (layers, E), divided by the mean of their layer.
     """
 
     names = NAMES
@@ -39,6 +40,7 @@ class ExpertLoad:
         layers = [str(layer) for layer in range(args.n_layers) if args.moe.has_experts(layer)]
         self.rows = {layer: row for row, layer in enumerate(layers)}
         self.experts = args.moe.num_experts
+        self.of_mean = torch.ones(len(layers), self.experts)
         self.models, self.options = models, options
         self.one_stage = mesh.pp is None
         per_sequence = options.aux_loss_scope == "sequence"
@@ -74,7 +76,7 @@ class ExpertLoad:
 
     def metrics(self, counts: Tensor) -> Tensor:
         """Return the values of :data:`NAMES` for global ``counts`` (layers, E): (2,), fp64."""
-        of_mean = shares(counts)
+        self.of_mean = of_mean = shares(counts)
         probabilities = of_mean / self.experts
         entropy = torch.special.entr(probabilities).sum(-1) / math.log(max(self.experts, 2))
         return torch.stack([of_mean.max(), entropy.min()])

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.parameters import table
+from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint, routers_of
 from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 from toolkit.parallel.mesh import Mesh
 
@@ -58,22 +59,22 @@ def parallelize(
 
         assert mesh.cp
         apply_context_parallel(model, shards, mesh.cp, ring=ring)
-    # torch 2.13 cannot compile a checkpointed block of DTensors, but can checkpoint a compiled block.
-    outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective") and not checkpointing.by_operator
+    # torch 2.13 cannot compile a checkpointed block of DTensors without a policy, such as the one that keeps
+    # the choices of routers, but can checkpoint a compiled block.
+    policy = checkpointing.by_operator or (compiling.blocks and bool(routers_of(model)))
+    outside = bool(mesh.tp) and checkpointing.mode in ("full", "selective") and not policy
     # Sets the compiler's memory budget even if no block is wrapped.
     checkpoints = checkpointing.mode != "none" or compiling.enable
     if checkpoints and not outside:
-        from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
-
-        apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
+        apply_activation_checkpoint(
+            model.layers, checkpointing, compiled=compiling.blocks, pareto_folder=pareto_folder
+        )
     if compiling.enable:
         from toolkit.parallel.compile import apply_compile
 
         group = mesh.tp.get_group() if mesh.tp and parallelism.enable_async_tensor_parallel else None
         apply_compile(model, compiling, group)
     if outside:
-        from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
-
         apply_activation_checkpoint(model.layers, checkpointing, pareto_folder=pareto_folder)
     if mesh.tp and parallelism.tensor_parallel_recompute_allgather:
         from toolkit.parallel.tensor_parallel import recompute_gathers

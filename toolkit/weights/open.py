@@ -185,10 +185,8 @@ def _moe(given: Fields) -> MoEArgs | None:
     if score_func not in ("softmax", "sigmoid"):
         inner.reject("score_func", 'must be "softmax" or "sigmoid"')
     experts, top_k = inner.count("num_experts"), inner.count("top_k")
-    if top_k > experts:
-        inner.reject("top_k", f"must be at most num_experts, which is {experts}")
     _reject_unknown(inner, MoEArgs)
-    return MoEArgs(
+    moe = MoEArgs(
         experts,
         top_k,
         inner.count("ffn_dim"),
@@ -202,6 +200,9 @@ def _moe(given: Fields) -> MoEArgs | None:
         swiglu_alpha=inner.positive("swiglu_alpha", MoEArgs.swiglu_alpha),
         **sizes,
     )
+    for name, rule in {} if inner.problems else moe.broken_rules().items():
+        inner.reject(name, rule)
+    return moe
 
 
 def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:

@@ -14,7 +14,8 @@ from torch import Tensor
 from toolkit.io.tensor_file import new_output, whole
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, HEAD
-from toolkit.models.parameters import parameter_shapes
+from toolkit.models.meta_decoder import buffer_dtype
+from toolkit.models.parameters import parameter_shapes, table
 from toolkit.weights.source import Region, StoredTensor, WeightSource, reject_mismatches
 
 
@@ -52,17 +53,19 @@ def source_paths(source: WeightSource) -> list[Path]:
 
 
 class Cast(View):
-    """A view with every tensor in ``dtype``."""
+    """A view with parameters in ``dtype`` and buffers in at least fp32, as in published weights."""
 
     def __init__(self, base: WeightSource, dtype: torch.dtype):
         super().__init__(base)
-        self.dtype = dtype
-        self.tensors = {name: replace(stored, dtype=dtype) for name, stored in base.tensors.items()}
+        buffers = {name for name, row in table(base.args).items() if row.buffer}
+        dtypes = {name: buffer_dtype(dtype) if name in buffers else dtype for name in base.tensors}
+        self.tensors = {name: replace(it, dtype=dtypes[name]) for name, it in base.tensors.items()}
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
-        if self.base.tensors[name].dtype == self.dtype:
+        dtype = self.tensors[name].dtype
+        if self.base.tensors[name].dtype == dtype:
             return self.base.read(name, region, out)
-        cast = self.base.read(name, region).to(self.dtype)
+        cast = self.base.read(name, region).to(dtype)
         return cast if out is None else out.copy_(cast)
 
 

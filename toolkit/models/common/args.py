@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from toolkit.errors import ConfigError, Problem, divisors, nearest_multiple
+from toolkit.errors import ConfigError, Problem, divisors, join_or, nearest_multiple
+from toolkit.io.json_fields import is_count, is_positive, is_size
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,37 @@ class MoEArgs:
     def has_experts(self, layer: int) -> bool:
         """Return whether block ``layer`` has experts."""
         return layer >= self.first_dense and (layer - self.first_dense + 1) % self.step == 0
+
+    def broken_rules(self) -> dict[str, str]:
+        """Return the rules that fields break, by field."""
+        counts = ("num_experts", "top_k", "ffn_dim", "step")
+        sizes = ("num_shared_experts", "num_expert_groups", "num_limited_groups", "first_dense")
+        broken = {name: "must be a positive integer" for name in counts if not is_count(getattr(self, name))}
+        broken |= {
+            name: "must be a nonnegative integer" for name in sizes if not is_size(getattr(self, name))
+        }
+        if self.score_func not in ("softmax", "sigmoid"):
+            broken["score_func"] = 'must be "softmax" or "sigmoid"'
+        if not is_positive(self.route_scale):
+            broken["route_scale"] = "must be a positive number"
+        return broken or self._broken_sizes()
+
+    def _broken_sizes(self) -> dict[str, str]:
+        experts, groups, limited = self.num_experts, self.num_expert_groups, self.num_limited_groups
+        if self.top_k > experts:
+            return {"top_k": f"must be at most num_experts, which is {experts}"}
+        if not groups:
+            return {"num_limited_groups": "must be 0 without num_expert_groups"} if limited else {}
+        # The score of a group is the sum of its two best sigmoids, or its best probability.
+        least = 2 if self.score_func == "sigmoid" else 1
+        fitting = [count for count in divisors(experts) if experts // count >= least]
+        if groups not in fitting:
+            rule = f"must divide num_experts, which is {experts}, into groups of at least {least}"
+            return {"num_expert_groups": f"{rule}: {join_or([0, *fitting])}"}
+        needed = -(-self.top_k * groups // experts)
+        if not needed <= limited <= groups:
+            return {"num_limited_groups": f"must be {needed} to {groups}, for top_k = {self.top_k}"}
+        return {}
 
 
 @dataclass(frozen=True)

@@ -113,20 +113,27 @@ def shares(counts: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Scores of experts for each token, and its choice of ``top_k`` of them."""
+    """Scores of experts for each token, and its choice of ``top_k`` of them.
+
+    Attributes:
+        kept: set while a checkpointed block runs; the choice of its first forward, for recomputations.
+    """
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         self.args = args
         self.gate = nn.Linear(dim, args.num_experts, bias=args.bias)
         self.force_load_balance = False  # of debug.moe_force_load_balance
+        self.kept: list[Tensor] | None = None
 
     def forward(self, x_TD: Tensor, bias_E: Tensor | None) -> Routing:
         args = self.args
         logits_TE = self.gate(x_TD)
         wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         scores_TE = wide.softmax(-1) if args.score_func == "softmax" else wide.sigmoid()
-        experts_Tk = self._choose(scores_TE.detach(), bias_E)
+        experts_Tk = self.kept[0] if self.kept else self._choose(scores_TE.detach(), bias_E)
+        if self.kept is not None and not self.kept:
+            self.kept.append(experts_Tk)
         weights_Tk = scores_TE.gather(1, experts_Tk)
         if args.route_norm:
             # As in published code: sigmoid scores may all be tiny, probabilities of a softmax cannot.

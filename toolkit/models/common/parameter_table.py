@@ -60,7 +60,8 @@ class ParameterRow:
                 (:func:`hf_row_order`); 0 if the order is the same.
             reads: modules whose outputs its module reads, or :data:`INPUT` for the block's input; None means
                 everything before it. Decides where backward ends if part of the model is frozen.
-            buffer: a persistent buffer, equal on all ranks: saved, exported and never trained.
+            buffer: a persistent buffer, equal on all ranks: saved, exported and never trained, in at least
+                fp32.
             unit: modules of its FSDP unit, all-gathered together; None is the block, and () the root.
             part: part of the model that it belongs to.
         block: index of the block.

@@ -6,7 +6,7 @@ import math
 
 from toolkit.errors import Problem, divisors, first_few, join_or
 from toolkit.finetune.parameters import Shapes, all_shapes, trained_names
-from toolkit.optim.in_8bit import BLOCK, in_8bit
+from toolkit.optim.selection import BLOCK, in_8bit
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "optimizer.name"

@@ -6,7 +6,7 @@ import math
 
 from toolkit.errors import Problem
 from toolkit.finetune.parameters import all_shapes, trained_names
-from toolkit.models.parameters import linear_layers
+from toolkit.optim.selection import is_block_matrix
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "optimizer.name"
@@ -19,7 +19,7 @@ def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
         return None
     shapes = all_shapes(run.model, run.config.finetune)
     trained = trained_names(shapes, run.model, run.config.finetune)
-    matrices = trained & {f"{layer}.weight" for layer in linear_layers(run.model)}
+    matrices = {name for name in trained if is_block_matrix(name, shapes[name])}
     return [math.prod(shapes[name]) for name in matrices], sum(
         math.prod(shapes[name]) for name in trained - matrices
     )
