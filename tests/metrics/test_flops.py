@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.small_llama import small
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.apply import apply_finetune
-from toolkit.metrics.flops import flops_per_token, model_flops, peak_flops
-from toolkit.metrics.flops_finetune import fine_tuning_flops
+from toolkit.metrics.flops import flops_per_token, peak_flops
+from toolkit.metrics.flops_finetune import fine_tuning_flops, model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.registry import resolve

@@ -137,7 +137,7 @@ class ORPO(Table):
     """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691)."""
 
     beta: PositiveFloat = 0.1
-    """Weight of the odds ratio beside the chosen answer's mean token loss (lambda in the paper)."""
+    """Weight of the odds ratio next to the chosen answer's mean token loss (lambda in the paper)."""
 
 
 class Finetune(Table):

@@ -38,7 +38,7 @@ class PreferenceObjective(Objective):
 
     reduction = "none"
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-    fields = ("answers", "learnt")
+    fields: tuple[str, ...] = ("answers", "learnt")
     token_fields = ("answers",)
 
     def __init__(self, losses: PairLosses, group: dist.ProcessGroup | None):

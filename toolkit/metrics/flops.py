@@ -10,19 +10,8 @@ from __future__ import annotations
 
 import re
 
-from toolkit.config.finetune import Finetune
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import head_parameters, table
-
-
-def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
-    """Return the FLOPs per token of a training step: fewer than :func:`flops_per_token` if only a part is
-    trained."""
-    if not finetune.chooses:
-        return flops_per_token(args, seq_len=seq_len, causal=causal)
-    from toolkit.metrics.flops_finetune import fine_tuning_flops
-
-    return fine_tuning_flops(args, finetune, seq_len=seq_len, causal=causal)
 
 
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:

@@ -1,13 +1,21 @@
-"""Model FLOPs per token of a run that trains only part of the model, for MFU. Imports no torch."""
+"""Model FLOPs per token of a run, which may train only part of the model, for MFU. Imports no torch."""
 
 from __future__ import annotations
 
 from toolkit.config.finetune import Finetune
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
-from toolkit.metrics.flops import attention_flops
+from toolkit.metrics.flops import attention_flops, flops_per_token
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, INPUT, NORM, ParameterRow
 from toolkit.models.parameters import head_parameters, table
+
+
+def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
+    """Return the FLOPs per token of a training step: fewer than :func:`flops_per_token` if only a part is
+    trained."""
+    if not finetune.chooses:
+        return flops_per_token(args, seq_len=seq_len, causal=causal)
+    return fine_tuning_flops(args, finetune, seq_len=seq_len, causal=causal)
 
 
 def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causal: bool = False) -> float:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from toolkit.config.finetune import Finetune
 from toolkit.config.job import Metrics
-from toolkit.metrics.flops import model_flops, peak_flops
+from toolkit.metrics.flops import peak_flops
+from toolkit.metrics.flops_finetune import model_flops
 from toolkit.models.common.args import ModelArgs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.metrics.flops import model_flops
+from toolkit.metrics.flops_finetune import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import parameter_count
 from toolkit.planner.estimate import samples

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import Config
 from toolkit.errors import ConfigError, Problem, divisors
 from toolkit.hardware import Hardware
-from toolkit.metrics.flops import model_flops
+from toolkit.metrics.flops_finetune import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import ParallelDims, degrees

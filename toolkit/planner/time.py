@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import Config
 from toolkit.data.batch_size import batch_shape
-from toolkit.metrics.flops import model_flops
+from toolkit.metrics.flops_finetune import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import OPTIMIZERS
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
