@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 
 from toolkit.parallel.dims import STRATEGIES
@@ -327,6 +328,14 @@ def has_known_traffic(layout: str) -> bool:
     """Return whether the configuration determines what is sent; how many rows experts get is not known."""
     words = layout.split()
     return "balanced" in words or not any(word.startswith("ep") for word in words)
+
+
+def every_second(layouts: Iterable[str]) -> list[Any]:
+    """The layouts as parameters of a test, of which every other one runs with ``-m exhaustive`` alone."""
+    return [
+        pytest.param(layout, marks=pytest.mark.exhaustive if place % 2 else (), id=layout)
+        for place, layout in enumerate(layouts)
+    ]
 
 
 def pairs(layouts: Iterable[str]) -> set[frozenset[str]]:

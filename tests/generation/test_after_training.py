@@ -14,6 +14,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_text_and_the_command_for_more(tmp_path: Path) -> None:
     """From the checkpoint, whose manifest tells the shape and the tokenizer."""
     words = ["-m", "toolkit.launch", "--job.config_file", "train_configs/debug_model.toml", *SMALL]

@@ -220,6 +220,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(_world, 4, str(tmp_path_factory.mktemp("meshes")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_checkpoint_goes_on_to_the_bit_on_its_mesh_and_to_rounding_on_others(
     world: list[dict[str, Any]], mesh: str

@@ -161,6 +161,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(_world, 2, str(tmp_path_factory.mktemp("offload")), timeout=170)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_the_same_to_the_bit(world: list[dict[str, Any]], name: str) -> None:
     for (losses, weights, none), (offloaded_losses, offloaded_weights, gone) in (it[name] for it in world):
