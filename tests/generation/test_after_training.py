@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "--model.dim=64", "--model.n_layers=1", "--model.n_heads=4", "--training.seq_len=64",
