@@ -360,7 +360,7 @@ FAST = [
     # Stages without blocks.
     "pp2 Interleaved1F1B bare-ends tied accumulate3",
     "pp4 1F1B bare-ends tied",
-    # Every strategy in fp32, which gloo reduces another way.
+    # Strategies in fp32, which gloo reduces another way; the others are in MORE.
     "shard4 FULL_SHARD float32 accumulate3",
     "replicate2 shard2 HYBRID_SHARD_ZERO2 float32",
     "replicate2 shard2 HYBRID_SHARD float32",
@@ -403,7 +403,7 @@ FAST = [
 """Layouts that CI runs."""
 
 MORE = [
-    # One thing alone, or beside another.
+    # Techniques that a layout of FAST has in another combination.
     "tp2 keep-gathered",
     "cp2 ring tied AC-2",
     "pp2 GPipe bare-head tied",
