@@ -1,5 +1,5 @@
-"""The same training step twice: this toolkit's, and that of transformers' LlamaForCausalLM, with an adapter
-of PEFT's where there is one, each layer under torch's ``fully_shard``.
+"""The same training step twice: this toolkit's, and that of transformers' LlamaForCausalLM, or of its
+Qwen3MoeForCausalLM, with an adapter of PEFT's where there is one, each layer under torch's ``fully_shard``.
 
 Both begin from the same weights, which are drawn by the names that they have here, and take the same tokens.
 Both compute in the dtype of the case: bfloat16 is FSDP's mixed precision over trained parameters in fp32, and
@@ -10,7 +10,7 @@ Where a case is compiled, it is the blocks of both, and the loss here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from toolkit.cpu.memory import keep_freed_memory
 from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.distributed.process_group import DTYPES
 from toolkit.finetune.parameters import added_shapes, is_added
-from toolkit.models.common.args import ModelArgs, RopeScaling
+from toolkit.models.common.args import ModelArgs, MoEArgs, RopeScaling
 from toolkit.models.common.parameter_table import Init
 from toolkit.models.parameters import init_rule, parameter_shapes, table
 from toolkit.models.registry import resolve
@@ -39,8 +39,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "125M": {
         "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000
     },
+    "experts-102M": {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 8192},
 }  # fmt: skip
+EXPERTS = {"experts-102M": MoEArgs(num_experts=8, top_k=2, ffn_dim=896, route_norm=True)}
+"""Models of Qwen3 with experts, by name in :data:`SHAPES`."""
 RANK, ALPHA = 16, 32
+ATTENTION, EXPERTS_OUT = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}, "w2"
+"""Targets of LoRA in a model with experts, by PEFT's names. For gate and up PEFT has one A, so that steps
+differ from those here."""
 LEARNING_RATE, BETAS, EPS, DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 SEED = 0
 
@@ -63,7 +69,10 @@ class Case:
 
     @property
     def args(self) -> ModelArgs:
-        return resolve("llama3", "debugmodel", **SHAPES[self.shape])
+        if self.shape not in EXPERTS:
+            return resolve("llama3", "debugmodel", **SHAPES[self.shape])
+        args = resolve("qwen3_moe", "debugmodel", **SHAPES[self.shape])
+        return replace(args, moe=EXPERTS[self.shape], tie_embeddings=False)
 
     @property
     def tokens(self) -> int:
@@ -112,7 +121,8 @@ def configuration(case: Case) -> Config:
         "compile": {"enable": case.compiled},
     }
     if case.lora:
-        lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ["all-linear"]}
+        targets = [*ATTENTION, EXPERTS_OUT] if case.shape in EXPERTS else ["all-linear"]
+        lora = {"rank": RANK, "alpha": ALPHA, "target_modules": targets}
         tables["finetune"] = {"adapter": "lora", "lora": lora}
     return Config.model_validate(tables)
 
@@ -148,20 +158,19 @@ _ADDED = {"lora_a": "lora_A.default.weight", "lora_b": "lora_B.default.weight"}
 
 def theirs(case: Case) -> Step:
     """The step of a loop around transformers and PEFT, with gradients averaged by FSDP."""
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
-
-    args, dtype = case.args, DTYPES[case.dtype]
+    dtype = DTYPES[case.dtype]
     with torch.device("meta"):
-        llama: Any = LlamaForCausalLM(_their_config(args))
-        model = _with_lora(llama.to(dtype)) if case.lora else llama
+        decoder = _decoder(case.args)
+        model = _with_lora(decoder.to(dtype), case) if case.lora else decoder
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in llama.model.layers:
+    for layer in decoder.model.layers:
         if case.compiled:
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device="cpu")
-    llama.model.rotary_emb = LlamaRotaryEmbedding(_their_config(args))
+    rotary = decoder.model.rotary_emb
+    decoder.model.rotary_emb = type(rotary)(rotary.config)
     _fill(model, case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -182,32 +191,45 @@ def theirs(case: Case) -> Step:
     return step
 
 
-def _their_config(args: ModelArgs) -> Any:
-    from transformers import LlamaConfig
+def _decoder(args: ModelArgs) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    sizes: dict[str, Any] = {
+        "vocab_size": args.vocab_size, "hidden_size": args.dim, "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers, "num_attention_heads": args.n_heads, "head_dim": args.head_dim,
+        "num_key_value_heads": args.n_kv_heads, "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    # The base classes of configs take more than their types say.
+    if args.moe:
+        of_experts: Any = Qwen3MoeConfig
+        experts = {
+            "num_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.top_k,
+            "moe_intermediate_size": args.moe.ffn_dim, "norm_topk_prob": args.moe.route_norm,
+            "tie_word_embeddings": False,
+        }  # fmt: skip
+        return Qwen3MoeForCausalLM(of_experts(**sizes, **experts, rope_parameters=rope))
     assert isinstance(args.rope_scaling, RopeScaling)
-    rope = {
+    rope |= {
         "rope_type": "llama3",
-        "rope_theta": args.rope_theta,
         "factor": args.rope_scaling.factor,
         "low_freq_factor": args.rope_scaling.low_freq_factor,
         "high_freq_factor": args.rope_scaling.high_freq_factor,
         "original_max_position_embeddings": args.rope_scaling.original_max_seq_len,
     }
-    config: Any = LlamaConfig  # its base class takes more than its type says
-    return config(
-        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.ffn_dim,
-        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, head_dim=args.head_dim,
-        num_key_value_heads=args.n_kv_heads, max_position_embeddings=args.max_seq_len,
-        rms_norm_eps=args.norm_eps, rope_parameters=rope, attn_implementation="sdpa",
-    )  # fmt: skip
+    config: Any = LlamaConfig
+    return LlamaForCausalLM(config(**sizes, rope_parameters=rope))
 
 
-def _with_lora(llama: Any) -> Any:
+def _with_lora(decoder: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(llama, config)  # the adapter in fp32, whatever the model is in
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if case.args.moe:
+        targets = {"target_modules": list(ATTENTION.values()), "target_parameters": ["experts.down_proj"]}
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **targets)
+    return get_peft_model(decoder, config)  # the adapter in fp32, whatever the model is in
 
 
 @torch.no_grad()
@@ -217,9 +239,15 @@ def _fill(model: nn.Module, case: Case) -> None:
     if case.lora:
         shapes |= added_shapes(case.args, configuration(case).finetune)
     parameters = dict(model.named_parameters())
+    gates: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         whole = torch.empty(shape)
         initialize([(name, whole)], SEED, lambda name: _rule(name, case.args))
+        if name.endswith(".experts.w1"):
+            gates[name] = whole
+            continue
+        if name.endswith(".experts.w3"):
+            whole = torch.cat([gates.pop(name.replace("w3", "w1")), whole], 1)
         theirs = parameters.pop(_their_name(name, shapes, case.args, lora=case.lora))
         part, (first, *_) = shard_and_offset(theirs)
         part.copy_(_their_rows(name, whole, case.args)[first : first + len(part)])
@@ -228,6 +256,8 @@ def _fill(model: nn.Module, case: Case) -> None:
 
 def _their_name(name: str, shapes: dict[str, tuple[int, ...]], args: ModelArgs, *, lora: bool) -> str:
     path, _, last = name.rpartition(".")
+    if path.endswith(".experts"):
+        return _their_expert(path, last, lora=lora)
     theirs = table(args).to_hf(f"{path}.weight").removesuffix(".weight")
     if not lora:
         return f"{theirs}.{last}"
@@ -235,9 +265,23 @@ def _their_name(name: str, shapes: dict[str, tuple[int, ...]], args: ModelArgs, 
     return f"base_model.model.{theirs}{base}.{_ADDED.get(last, last)}"
 
 
+def _their_expert(path: str, last: str, *, lora: bool) -> str:
+    theirs = f"model.{path.replace('.moe.', '.mlp.')}"
+    weight, _, added = last.partition("_")
+    name = {"w2": "down_proj", "w3": "gate_up_proj"}[weight]
+    if not lora:
+        return f"{theirs}.{name}"
+    return f"base_model.model.{theirs}.{_ADDED[added] if added else f'base_layer.{name}'}"
+
+
 def _their_rows(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
-    """Rows of q and k in the order of transformers' halves, where here neighbours are rotated together."""
+    """Rows of q and k in the order of transformers' halves, where here neighbours are rotated together, and
+    the updates of experts as PEFT stacks them."""
     path, _, last = name.rpartition(".")
-    if not path.endswith((".wq", ".wk")) or last == "lora_a":
+    if path.endswith(".experts"):
+        if last.endswith("lora_a"):
+            return tensor.flatten(0, 1)
+        return tensor.permute(1, 2, 0).flatten(1) if last.endswith("lora_b") else tensor
+    if not path.endswith((".wq", ".wk", ".q_norm", ".k_norm")) or last == "lora_a":
         return tensor
     return tensor.unflatten(0, (-1, args.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

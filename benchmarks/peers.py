@@ -1,7 +1,8 @@
 """Speed and memory beside transformers and PEFT under torch's FSDP2, and packing beside padding.
 
-    python -m benchmarks.peers --part pretrain|lora|packing [--steps 7] [--shapes 125M] [--dtypes bfloat16]
-                               [--results benchmarks/results] [--write-docs]
+    python -m benchmarks.peers --part pretrain|lora|experts|experts_lora|packing [--steps 7]
+                               [--shapes 125M] [--dtypes bfloat16] [--results benchmarks/results]
+                               [--write-docs]
 
 Each side of a comparison has processes of its own, so that neither has memory or caches warm that the other
 left; both take the same tokens and weights (benchmarks/peer_models.py) and step in turns, one waiting while
@@ -42,7 +43,7 @@ import torch.distributed as dist
 
 from benchmarks import peer_models, peer_packing, peer_split
 from benchmarks.machine import describe
-from benchmarks.peer_models import SHAPES, Case
+from benchmarks.peer_models import EXPERTS, SHAPES, Case
 from tests.helpers import run_world
 from toolkit.distributed.process_group import DTYPES
 from toolkit.metrics.flops_finetune import fine_tuning_flops
@@ -60,8 +61,11 @@ SIDES = {"ours": peer_models.ours, "theirs": peer_models.theirs}
 PARTS = {
     "pretrain": "Pre-training beside transformers",
     "lora": "LoRA beside PEFT and transformers",
+    "experts": "Experts beside transformers",
+    "experts_lora": "LoRA of experts beside PEFT and transformers",
     "packing": "Packing beside padding",
 }
+WITH_PEFT = ("lora", "experts_lora")
 DTYPES_HERE = ("bfloat16", "float32")
 
 Result = dict[str, Any]
@@ -76,12 +80,13 @@ def cases(part: str, shapes: Sequence[str], dtypes: Sequence[str]) -> list[Case]
     found = []
     for dtype in dtypes:
         for shape in shapes:
-            layouts = [(2, 1)] if part == "lora" else [(2, 1), (1, 2)]
+            layouts = [(2, 1), (1, 2)] if part == "pretrain" else [(2, 1)]
             rows, length = (2, 256) if shape == "125M" else (4, 512) if shape == "33.6M" else (4, 256)
             for ranks, threads in layouts:
                 local = rows * 2 // ranks
                 for compiled in (False, True) if part == "pretrain" and ranks == 2 else (False,):
-                    found.append(Case(shape, ranks, threads, dtype, local, length, part == "lora", compiled))
+                    lora = part in WITH_PEFT
+                    found.append(Case(shape, ranks, threads, dtype, local, length, lora, compiled))
     return found
 
 
@@ -385,10 +390,11 @@ def peers_text(part: str, results: Sequence[Result]) -> str:
     )
     named = {result["case"]["shape"]: Case(**result["case"]).args for result in results}
     shapes = ", ".join(f"{name} has {parameter_count(args):,} parameters" for name, args in named.items())
-    lora = f" and peft {peft.__version__} (rank {peer_models.RANK}, all linear layers)"
+    adapted = "all linear layers" if part == "lora" else "attention and the experts' down_proj"
+    lora = f" and peft {peft.__version__} (rank {peer_models.RANK}, {adapted})"
     steps = len(results[0]["seconds"]["ours"])
     return (
-        f"this toolkit and transformers {transformers.__version__}{lora if part == 'lora' else ''} under "
+        f"this toolkit and transformers {transformers.__version__}{lora if part in WITH_PEFT else ''} under "
         "`fully_shard`, each without activation checkpointing and eager unless it says compiled, "
         f"{steps} steps each in turns; medians, and in brackets the middle half. The losses of both are the "
         f"same at every step, within {apart:.0e} of them. Memory is the peak of the rank that has most, "
@@ -423,7 +429,7 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each side, 2 or more")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: 125M for LoRA, else all")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all of the part; 125M for lora")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES_HERE, default=DTYPES_HERE)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the files that are written")
     parser.add_argument(
@@ -434,9 +440,13 @@ def main() -> None:
         parser.error("--write-docs is for lora and packing")
     machine = describe()
     options.results.mkdir(parents=True, exist_ok=True)
-    if options.part != "packing" and (lacks := peer_models.missing(options.part == "lora")):
+    if options.part != "packing" and (lacks := peer_models.missing(options.part in WITH_PEFT)):
         sys.exit(f"{lacks} is missing: pip install -e '.[test]'")
-    shapes = options.shapes or (["125M"] if options.part == "lora" else list(SHAPES))
+    with_experts = options.part.startswith("experts")
+    possible = [shape for shape in SHAPES if (shape in EXPERTS) == with_experts]
+    shapes = options.shapes or (["125M"] if options.part == "lora" else possible)
+    if any(shape not in possible for shape in shapes):
+        parser.error(f"--shapes of {options.part}: {', '.join(possible)}")
     runs: list[Callable[[], Result]] = [
         partial(compare, case, options.steps) for case in cases(options.part, shapes, options.dtypes)
     ]
