@@ -1,6 +1,7 @@
 """Check that a run survives being killed: a table of many kills at random moments.
 
-    python -m benchmarks.kills [--kills 200] [--storage] [--folder FOLDER] [--output FILE.md]
+    python -m benchmarks.kills [--kills 200] [--storage] [--model experts] [--folder FOLDER]
+                               [--output FILE.md]
 
 ``tests/checkpoint/kills.py`` says what a kill is and what must hold after it. Runs that are killed at most
 ten times follow one another, saving in turn while training waits and in the background. What has been done
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from tests.checkpoint.kills import RANKS, STEPS, TARGETS, chain, checkpoints_of, result, start
+from tests.checkpoint.kills import MODELS, RANKS, STEPS, TARGETS, chain, checkpoints_of, result, start
 from tests.s3_server import Server, running
 from toolkit.config.local_paths import expand_user
 
@@ -78,13 +79,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "kills"))
     parser.add_argument("--storage", action="store_true", help="checkpoints on an S3 server that falls")
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
+    parser.add_argument("--model", choices=MODELS, default="dense", help="experts: with expert parallelism")
     options = parser.parse_args()
-    folder: Path = options.folder
+    folder: Path = options.folder / options.model
     folder.mkdir(parents=True, exist_ok=True)
     machine = describe()
     never, kept = folder / "never_killed", folder / "starts.jsonl"
     if not (never / "done").exists():
-        first = start(never, "disabled", None)
+        first = start(never, "disabled", None, model=options.model)
         assert not first.problems, first.problems
         (never / "done").touch()
     expected = result(never)
@@ -93,6 +95,8 @@ def main() -> None:
         os.environ.update(server.environment if server else {})
         _kill_runs(options, folder, expected, starts, server)
     command = f"python -m benchmarks.kills --kills {options.kills}{' --storage' * options.storage}"
+    if options.model != "dense":
+        command += f" --model {options.model}"
     text = report(starts, command, machine)
     print(text)
     if options.output:
@@ -115,7 +119,7 @@ def _kill_runs(
         if server:
             expand_user(str(checkpoints_of(place, server))).remove_tree()  # type: ignore[attr-defined]
         at_most = min(AT_MOST, options.kills - done)
-        outcomes = chain(place, mode, random.Random(number), at_most, expected, server)
+        outcomes = chain(place, mode, random.Random(number), at_most, expected, server, options.model)
         new = [{"chain": number, "mode": mode, **asdict(outcome)} for outcome in outcomes]
         with kept.open("a") as lines:
             lines.writelines(json.dumps(one) + "\n" for one in new)

@@ -42,12 +42,19 @@ LIMIT = 120.0
 _TRAINED = re.compile(r"^step +\d+/", re.MULTILINE)
 _RESUMED = re.compile(r"resumed after step (\d+)")
 _FLAGS = [
-    "--job.config_file=train_configs/debug_model.toml", "--model.dim=64", "--model.n_layers=2",
-    "--model.ffn_dim=160", "--training.seq_len=64", "--training.dataset=embedded_validation",
+    "--model.dim=64", "--model.n_layers=2", "--training.seq_len=64", "--training.dataset=embedded_validation",
     f"--training.steps={STEPS}", "--lr_scheduler.warmup_steps=2", "--validation.enable=false",
     "--metrics.log_freq=1", "--metrics.enable_tensorboard=false", "--checkpoint.interval=1",
     "--checkpoint.keep_latest_k=3",
 ]  # fmt: skip
+MODELS = {
+    "dense": ["--job.config_file=train_configs/debug_model.toml", "--model.ffn_dim=160"],
+    # The second block has experts, a half of them on each rank, whose biases are buffers.
+    "experts": [
+        "--job.config_file=train_configs/debug_moe.toml", "--model.name=deepseek_v3", "--model.n_kv_heads=4",
+        "--parallelism.expert_parallel_degree=2",
+    ],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,16 @@ def _newest(checkpoints: Path) -> int:
     return max(committed_steps(checkpoints), default=0)
 
 
-def start(folder: Path, mode: str, kill: Kill | None, server: Server | None = None) -> Outcome:
-    """One start of the run in ``folder``, with saves by ``checkpoint.async_mode`` = ``mode``."""
+def start(
+    folder: Path, mode: str, kill: Kill | None, server: Server | None = None, model: str = "dense"
+) -> Outcome:
+    """One start of the run of a model in ``folder``, with saves by ``checkpoint.async_mode`` = ``mode``."""
     checkpoints = checkpoints_of(folder, server)
     outcome = Outcome(kill, before=_newest(checkpoints))
     log, old = folder / "log.txt", step_storage(checkpoints).leftovers(checkpoints)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "toolkit.launch", *_FLAGS, f"--job.dump_folder={folder}"]
+    command = [sys.executable, "-m", "toolkit.launch", *MODELS[model], *_FLAGS]
+    command += [f"--job.dump_folder={folder}"]
     command += [f"--checkpoint.async_mode={mode}", f"--data.cache_folder={folder.parent / 'cache'}"]
     environment = os.environ | {"NGPU": str(RANKS), "OMP_NUM_THREADS": "1"}
     if server:
@@ -229,12 +239,13 @@ def chain(
     kills: int,
     expected: Mapping[str, str],
     server: Server | None = None,
+    model: str = "dense",
 ) -> list[Outcome]:
     """Kill the run of ``folder`` at most ``kills`` times, let it come to its end and compare that."""
     outcomes: list[Outcome] = []
     while _newest(checkpoints_of(folder, server)) < STEPS:
         kill = Kill.at_random(generator) if len(outcomes) < kills else None
-        outcomes.append(start(folder, mode, kill, server))
+        outcomes.append(start(folder, mode, kill, server, model))
         if kill is None and outcomes[-1].problems:
             return outcomes
     found = result(folder, server)

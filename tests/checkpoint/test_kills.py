@@ -21,12 +21,15 @@ KILLS, SEED = 2, 6
 """A seed by which each kill is within a tenth of a second of one of the first saves: no start ends before."""
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    folder = tmp_path_factory.mktemp("kills") / "uninterrupted"
-    outcome = start(folder, "disabled", None)
+def _uninterrupted(folder: Path, model: str) -> Mapping[str, str]:
+    outcome = start(folder, "disabled", None, model=model)
     assert outcome.problems == []
     return result(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    return _uninterrupted(tmp_path_factory.mktemp("kills") / "uninterrupted", "dense")
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
@@ -35,6 +38,16 @@ def test_a_killed_run_goes_on_as_if_it_never_was(
 ) -> None:
     """``python -m benchmarks.kills`` does it 200 times."""
     outcomes = chain(tmp_path / "run", mode, random.Random(SEED), KILLS, uninterrupted)
+    assert [problem for outcome in outcomes for problem in outcome.problems] == []
+    assert sum(outcome.killed for outcome in outcomes) == KILLS
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_experts_goes_on_too(tmp_path: Path) -> None:
+    """Under expert parallelism, with biases of experts, saving in the background."""
+    expected = _uninterrupted(tmp_path / "uninterrupted", "experts")
+    assert any(name.endswith("expert_bias") for name in expected)
+    outcomes = chain(tmp_path / "run", "async", random.Random(SEED), KILLS, expected, model="experts")
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
     assert sum(outcome.killed for outcome in outcomes) == KILLS
 
