@@ -1,5 +1,5 @@
-"""A step waits for the device once, for the few numbers that decide if it counts, and computes nothing by way
-of DTensor, on any mesh."""
+"""A step waits for the device once, for the few numbers that decide if it counts, and once for each exchange of
+experts' rows, and computes nothing by way of DTensor, on any mesh."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 BY_OPERATOR = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
 LORA = {"finetune": {"adapter": "lora", "lora": {"dropout": 0.1}}}
+EXPERTS = {"model": {"name": "deepseek_v3", "n_kv_heads": 8}, "moe": {"aux_loss_coeff": 1e-2}}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "plain": {},
@@ -42,12 +43,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "training": {"max_norm": float("inf"), "local_batch_size": 16},
             "optimizer": {"early_step_in_backward": True},
         },
+        "experts": EXPERTS,
     },
     2: {
         "fsdp": {},
         **{name: {"parallelism": options} for name, options in PARALLEL.items()},
         "tp by operator": {"parallelism": PARALLEL["tp"], **BY_OPERATOR},
         "pp lora": {"parallelism": PARALLEL["pp"], **LORA},
+        "fsdp experts": EXPERTS,
+        "expert parallelism": EXPERTS | {"parallelism": {"expert_parallel_degree": 2}},
     },
 }
 if not SINCE_2_12:
@@ -105,8 +109,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_a_step_waits_for_the_device_once(found: dict[str, list[Any]], layout: str) -> None:
     ahead = "toolkit/optim/update_ahead.py wait"  # the update is queued before it, as on a GPU
     place = "toolkit/train_step.py _read" if layout == "in backward" else ahead
+    # Two micro-batches, each of which counts choices first, through three layers of experts: row counts.
+    exchanged = 2 * 2 * 3 if layout == "expert parallelism" else 0
     for waits, _ in found[layout]:
-        assert waits == [("tolist", place)]
+        counted = exchanged * [("tolist", "toolkit/parallel/expert_parallel.py _row_counts")]
+        assert waits == [*counted, ("tolist", place)]
 
 
 @pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])
