@@ -74,8 +74,8 @@ def main() -> None:
     lines = [
         "# A layer of experts",
         "",
-        f"`python -m benchmarks.expert_layer --repeats {options.repeats}`: {moe.num_experts} experts of width "
-        f"{moe.ffn_dim}, {moe.top_k} per token, beside a dense feed-forward of width "
+        f"`python -m benchmarks.expert_layer --repeats {options.repeats}`: {moe.num_experts} experts of "
+        f"width {moe.ffn_dim}, {moe.top_k} per token, beside a dense feed-forward of width "
         f"{moe.ffn_dim * moe.top_k}; model dim {Case(SHAPE, 1, 1, 'float32', 1, 1).args.dim}, forward and "
         f"backward on one thread, medians. {describe()}",
         "",

@@ -1,5 +1,5 @@
-"""A step waits for the device once, for the few numbers that decide if it counts, and once for each exchange of
-experts' rows, and computes nothing by way of DTensor, on any mesh."""
+"""A step waits for the device once, for the few numbers that decide if it counts, and once for each exchange
+of experts' rows, and computes nothing by way of DTensor, on any mesh."""
 
 from __future__ import annotations
 
