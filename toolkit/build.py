@@ -98,6 +98,11 @@ def build_model(
     parallelism = config.parallelism
     if converters:  # they may rely on FSDP's hooks; float8 does for its all-gathers
         parallelism = parallelism.model_copy(update={"fsdp_skip_on_one_rank": False})
+    bitwise = None
+    if config.debug.bitwise_data_parallel:
+        from toolkit.parallel.bitwise import BitwiseSums
+
+        bitwise = BitwiseSums(mesh)
     models = []
     for modules in _modules_of_rank(stages, mesh):
         model = meta_decoder(
@@ -131,12 +136,13 @@ def build_model(
             shards=shards,
             ring=uses_ring(config.parallelism, device=device.type, documents=config.data.document_mask),
             pareto_folder=expand_user(config.job.dump_folder) / "memory_budget",
+            bitwise=bitwise,
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
     after_update = converters.connect(models, mesh) if converters else []
     objective = _objective(config, mesh, weighted=weighted)
     model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
-    model_parts.after_update = after_update
+    model_parts.after_update, model_parts.bitwise = after_update, bitwise
     model_parts.connect = partial(converters.connect, models, mesh) if converters else None
     if args.moe and any(map(args.moe.has_experts, range(args.n_layers))):
         from toolkit.parallel.expert_load import ExpertLoad

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -75,6 +75,7 @@ class TrainStep:
         )
         self.limits = FINITE, FINITE  # largest loss and gradient norm of an accepted batch
         self.guard: Guard | None = None  # handles rejected batches; without a guard they end the run
+        self.on_gradients: Callable[[], object] | None = None  # called before gradients are clipped
         self.updates_ahead = False
         if self.in_backward is None:
             from toolkit.optim.update_ahead import can_update_ahead
@@ -106,21 +107,28 @@ class TrainStep:
         counts = torch.stack([*local_counts, torch.full((), int(stop), device=self.device)])
         dist.all_reduce(counts)
         tokens, items, all_tokens, stops = counts.unbind()
+        if bitwise := model_parts.bitwise:  # items may have weights
+            of_batches = [model_parts.objective.count([batch]).double() for batch in batches]
+            items = bitwise.total(torch.stack(of_batches)[:, None] * model_parts.is_loss_rank)[0]
         scale = 1.0 / divisor(items).double()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        local_sums = model_parts.backward(batches, scale, 1.0 / divisor(all_tokens).double())
+        rows = model_parts.backward(batches, scale, 1.0 / divisor(all_tokens).double())
+        local_sums = rows.sum(0)
         experts = model_parts.expert_load
         loads = experts.take(self.device) if experts else local_sums.new_zeros(0)
         sums = torch.cat([local_sums, loads.flatten()])
         dist.all_reduce(sums)
         total, loads = sums[: len(local_sums)], sums[len(local_sums) :].view_as(loads)
         parameters = [parameter for _, parameter in model_parts.named_parameters()]
-        norm = (
-            self.in_backward.gradient_norm(device=self.device)
-            if self.in_backward
-            else global_norm(parameters, device=self.device)
-        )
+        if self.in_backward:
+            norm = self.in_backward.gradient_norm(device=self.device)
+        elif bitwise:
+            total, norm = bitwise.total(rows), bitwise.norm(parameters, device=self.device)
+        else:
+            norm = global_norm(parameters, device=self.device)
+        if self.on_gradients is not None:
+            self.on_gradients()
         measured = torch.cat([torch.stack([norm, tokens.double(), stops.double()]), total * scale])
         names = model_parts.names
         if experts:

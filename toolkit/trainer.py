@@ -61,6 +61,8 @@ class Trainer:
         self.seed = config.debug.seed or 0
         self.train_state = TrainState()
         self._deadline = Deadline(config.job.time_limit, os.environ)
+        if config.debug.bitwise_data_parallel and device.type == "cpu":
+            torch.set_num_threads(1)  # sums are split over threads, whose number follows that of the ranks
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
         self._claimed = claim_folders(config)
         self.folder = expand_user(config.job.dump_folder)

@@ -104,7 +104,7 @@ def validate(
     original = model_parts.objective
     model_parts.objective = objective = objective or original
     names = ("loss", *objective.names)
-    sums = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
+    rows = []
     stops = torch.zeros((), device=device)
     for batch in islice(batches, limit):
         stops.fill_(stop())
@@ -112,9 +112,14 @@ def validate(
         if stops:
             break
         batch = model_parts.prepare(batch, device)
-        sums[1:] += model_parts.loss(batch)
-        sums[0] += objective.count([batch]) * model_parts.is_loss_rank
-    dist.all_reduce(sums)
+        count = objective.count([batch]) * model_parts.is_loss_rank
+        rows.append(torch.cat([count.double()[None], model_parts.loss(batch)]))
+    sums = torch.stack([torch.zeros(1 + len(names), dtype=torch.float64, device=device), *rows])
+    if model_parts.bitwise:
+        sums = model_parts.bitwise.exact_total(sums)
+    else:
+        sums = sums.sum(0)
+        dist.all_reduce(sums)
     model_parts.end_evaluation()
     model_parts.objective = original
     for model in model_parts.models:

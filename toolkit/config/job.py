@@ -227,6 +227,8 @@ class Debug(Table):
     """Seed for the initial weights, the data order and random numbers in the model; None is 0."""
     moe_force_load_balance: Annotated[bool, EXPERTS] = False
     """Send tokens to all experts in turn instead of those that the router prefers, to measure speed."""
+    bitwise_data_parallel: bool = False
+    """Give the same bits at any number of data-parallel ranks and replicas, for the same micro-batches."""
     deterministic: bool = False
     """Use only deterministic algorithms, at some cost in speed; an operator without one is an error."""
     deterministic_warn_only: Annotated[bool, OnlyWith("debug.deterministic", rejected=True)] = False

@@ -34,12 +34,13 @@ def build_loader(
     dp_rank: int,
     dp_size: int,
     seed: int = 0,
+    interleaved: bool = False,
 ) -> Loader:
     """Build the loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
     With the training table it is infinite, and each epoch has its own order. With the validation table it
     yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding is 0 (it is
-    neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored without
+    neither attended to nor predicted). ``interleaved`` is that of :mod:`toolkit.data.dataloader`. ``persistent_workers`` and ``prefetch_factor`` are ignored without
     workers, as in torchtitan.
 
     Raises:
@@ -67,7 +68,9 @@ def build_loader(
         counted = _text(parts, mixture)
         if once:
             raise ValueError("a mixture is infinite and cannot be used for validation")
-    sampler = MicroBatches(samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once)
+    sampler = MicroBatches(
+        samples, order, batch, dp_rank=dp_rank, dp_size=dp_size, infinite=not once, interleaved=interleaved
+    )
     counted |= {"seq_len": table.seq_len, "packing": data.packing, "shuffle": shuffle, "seed": seed}
     corpora = [part.corpus for part in parts]
     return Loader(_torch_loader(dataset, sampler, table.dataloader), sampler, counted, corpora, mixture)
@@ -112,6 +115,7 @@ def training_loader(
     return build_loader(
         data.train(config), config.training, config.data, batch,
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
+        interleaved=config.debug.bitwise_data_parallel,
     )  # fmt: skip
 
 

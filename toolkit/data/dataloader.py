@@ -1,7 +1,8 @@
 """Batches for one rank: a pure function of the number of samples that the run has consumed.
 
 Global batch g after a start at sample s contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel
-rank r of R takes the r-th of R equal shards, ``local_batch_size`` at a time. The samples do not depend on
+rank r of R takes the r-th of R equal shards, ``local_batch_size`` at a time; or, if ``interleaved``, every
+R-th micro-batch from the r-th on. The samples do not depend on
 workers, prefetch depth or number of ranks, so the loader's state is one counter (and a description of what it
 counts, to reject another corpus or mixture).
 """
@@ -42,12 +43,23 @@ class MicroBatches(Sampler[list[int]]):
     """Indices of this rank's micro-batches from ``start`` on; PADDING for rows beyond a finite end."""
 
     def __init__(
-        self, n: int, order: Order, batch: BatchShape, *, dp_rank: int, dp_size: int, infinite: bool
+        self,
+        n: int,
+        order: Order,
+        batch: BatchShape,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        infinite: bool,
+        interleaved: bool = False,
     ):
         self.n, self.global_batch_size, self.local_batch_size = n, batch.total, batch.local
         self.order, self.infinite = order, infinite
         rows = batch.total // dp_size
         self.offsets = dp_rank * rows + np.arange(rows)
+        if interleaved:
+            first = (np.arange(rows // batch.local) * dp_size + dp_rank) * batch.local
+            self.offsets = (first[:, None] + np.arange(batch.local)).ravel()
         self.start = 0
 
     def __iter__(self) -> Iterator[list[int]]:

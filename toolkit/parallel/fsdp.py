@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from toolkit.models.common.moe import Experts
 from toolkit.models.common.parameter_table import EMBEDDING
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import reshard_after_forward
+
+if TYPE_CHECKING:  # imported only by runs that use it
+    from toolkit.parallel.bitwise import BitwiseSums
 
 SKIP_DEVICES = ("cuda",)
 """Devices on which parallelism.fsdp_skip_on_one_rank takes effect."""
@@ -66,12 +69,13 @@ def apply_fsdp(
     expert_mesh: DeviceMesh | None = None,
     precision: MixedPrecisionPolicy,
     cpu_offload: bool = False,
+    bitwise: BitwiseSums | None = None,
 ) -> None:
     """Shard each unit, then the remaining parameters as the root unit, in place.
 
     ``units`` are in forward order; nested units follow their outer unit. ``mesh`` is 1-D (shard) or 2-D
     (replicate × shard); under expert parallelism, experts are units of their own on ``expert_mesh``. Logits
-    have the policy's ``output_dtype``.
+    have the policy's ``output_dtype``. ``bitwise`` sums gradients in an order that the mesh does not change.
     """
     if expert_mesh is not None:
         units = _with_experts(model, units)
@@ -83,7 +87,7 @@ def apply_fsdp(
     pinned = mesh.device_type == "cuda"  # pinning memory fails without CUDA
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     when = reshard_after_forward(parallelism)
-    ignored = set() if cpu_offload else _ignored_parameters(model, mesh, parallelism, precision)
+    ignored = set() if cpu_offload or bitwise else _ignored_parameters(model, mesh, parallelism, precision)
     # Reversed, because fully_shard must be called on inner units first.
     for position in reversed(range(len(units))):
         unit = units[position]
@@ -113,7 +117,10 @@ def apply_fsdp(
     for its_mesh, sharded_units in of_mesh.items():
         if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
             _share_memory(sharded_units, its_mesh)
-        if _skips_reduce_scatter(its_mesh):
+        if bitwise is not None:
+            for sharded in sharded_units:
+                sharded.set_custom_reduce_scatter(cast("Any", bitwise.reduce_scatter(its_mesh)))
+        elif _skips_reduce_scatter(its_mesh):
             for sharded in sharded_units:
                 sharded.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
         if its_mesh.size() > 1:  # on one rank, it would copy each unit's gradients just to divide them by 1

@@ -24,6 +24,7 @@ from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.objective import MicroBatch, Objective
 
 if TYPE_CHECKING:  # imported only by runs that use them
+    from toolkit.parallel.bitwise import BitwiseSums
     from toolkit.parallel.expert_load import ExpertLoad
     from toolkit.parallel.sequence_shards import SequenceShards
 
@@ -38,6 +39,7 @@ class ModelParts(ABC):
             is_loss_rank: whether this rank counts the labels that its pp and tp groups share.
             after_update: functions to call after each optimizer step.
             expert_load: counts the load of experts, in a model that has any.
+            bitwise: the sums of ``debug.bitwise_data_parallel``.
             connect: function to call after parameters got new storage, for converters that refer to it.
     """
 
@@ -51,6 +53,7 @@ class ModelParts(ABC):
                 model.output.reduction = objective.reduction
         self.after_update: list[Callable[[], None]] = []
         self.expert_load: ExpertLoad | None = None
+        self.bitwise: BitwiseSums | None = None
         self.connect: Callable[[], object] | None = None
         args = models[0].args
         self._block_metrics = tuple(spec(args.family).metric_names(args))
@@ -114,7 +117,7 @@ class ModelParts(ABC):
         ``scale`` and the losses of blocks by ``block_scale``, by default the same.
 
         Gradients are summed over all ranks. Returns this rank's contribution to the unscaled sums of the loss
-        and of ``names``: (1 + names,) fp64.
+        and of ``names``, one row for each micro-batch, or one for all in a pipeline: (rows, 1 + names) fp64.
         """
         stages = [model.block_sums for model in self.models]
         if self.expert_load and self.expert_load.needs_pass:
@@ -122,19 +125,21 @@ class ModelParts(ABC):
         for sums in stages:
             sums.scale = scale if block_scale is None else block_scale
         try:
-            objective = self._backward(batches, scale)
+            rows = torch.stack(self._backward(batches, scale))
         finally:
             for sums in stages:
                 sums.scale = None
+        if self._block_metrics and block_scale is not None:  # callers multiply all sums by ``scale``
+            rows[:, -len(self._block_metrics) :] *= block_scale / scale
+        return rows
+
+    def _with_block_metrics(self, objective: Tensor) -> Tensor:
+        """Append the sums of blocks since the last call to those of the objective."""
+        stages = [model.block_sums for model in self.models]
         metrics = [
             torch.stack([sums.take(name, objective) for sums in stages]).sum() for name in self._block_metrics
         ]
-        if not metrics:
-            return objective
-        of_blocks = torch.stack(metrics)
-        if block_scale is not None:  # callers multiply all sums by ``scale``
-            of_blocks = of_blocks * (block_scale / scale)
-        return torch.cat([objective, of_blocks])
+        return torch.cat([objective, torch.stack(metrics)]) if metrics else objective
 
     def _count_loads(self, batches: Sequence[MicroBatch], device: torch.device) -> None:
         """Run forwards to count the loads of the global batch, for its balancing loss."""
@@ -157,8 +162,8 @@ class ModelParts(ABC):
         self.expert_load.set_shares(counts)
 
     @abstractmethod
-    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Implement :meth:`backward`. Returns the sums of the objective only."""
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
+        """Implement :meth:`backward`; return the rows, with metrics of blocks not yet scaled."""
 
     @abstractmethod
     def _forward(self, batch: MicroBatch) -> Tensor | None:
@@ -198,14 +203,18 @@ class SingleModel(ModelParts):
         self.model = model
         self.parallelism = parallelism
 
-    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        total = torch.zeros(1 + len(self.objective.names), dtype=torch.float64, device=scale.device)
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
+        rows = []
         for index, batch in enumerate(batches):
-            begin_micro_batch(self.model, self.parallelism, last=index == len(batches) - 1)
+            last = index == len(batches) - 1
+            begin_micro_batch(self.model, self.parallelism, last=last)
+            if self.bitwise:
+                self.bitwise.last = last
             loss, sums = self._objective(batch)
             (loss * scale.to(loss.dtype)).backward()
-            total += sums
-        return total * self.is_loss_rank  # ranks of a tp group have the same loss
+            # Ranks of a tp group have the same loss.
+            rows.append(self._with_block_metrics(sums * self.is_loss_rank))
+        return rows
 
     def loss(self, batch: MicroBatch) -> Tensor:
         return self._objective(batch)[1] * self.is_loss_rank

@@ -17,7 +17,8 @@ from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint, 
 from toolkit.parallel.fsdp import apply_fsdp, fsdp_units
 from toolkit.parallel.mesh import Mesh
 
-if TYPE_CHECKING:  # imported only by runs that use it
+if TYPE_CHECKING:  # imported only by runs that use them
+    from toolkit.parallel.bitwise import BitwiseSums
     from toolkit.parallel.sequence_shards import SequenceShards
 
 
@@ -33,6 +34,7 @@ def parallelize(
     shards: SequenceShards | None = None,
     ring: bool = False,
     pareto_folder: Path | None = None,
+    bitwise: BitwiseSums | None = None,
 ) -> None:
     """Parallelize ``model``, or a pipeline stage of it, in place. ``fully_shard`` applies even on one rank.
 
@@ -98,4 +100,5 @@ def parallelize(
         expert_mesh=mesh.expert_fsdp,
         precision=precision,
         cpu_offload=cpu_offload,
+        bitwise=bitwise,
     )

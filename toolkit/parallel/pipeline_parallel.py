@@ -133,7 +133,7 @@ class Pipeline(ModelParts):
 
     # Training step
 
-    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
         split = [micro_batch for batch in batches for micro_batch in self._split(batch)]
         batches = [self.objective.with_reference(batch, self.models, self._forward) for batch in split]
         tokens, positions, documents, labels = self._inputs(batches)
@@ -150,7 +150,7 @@ class Pipeline(ModelParts):
             **{name: x for name, x in extra.items() if x is not None},
         )
         self._add_tied_gradients()
-        return self._total * self.is_loss_rank
+        return [self._with_block_metrics(self._total * self.is_loss_rank)]
 
     def _inputs(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Concatenate the step's micro-batches; the schedule splits them again."""
