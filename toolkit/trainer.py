@@ -88,6 +88,10 @@ class Trainer:
         if config.training.epochs and is_registered(config.lr_scheduler):
             self._check_rates()
         self.hooks: list[StepHook] = []
+        if every := config.metrics.fingerprint_every:
+            from toolkit.metrics.fingerprint import Fingerprints
+
+            self.hooks.append(Fingerprints(self, every, self.folder))
         self.speed = self._speed_meter(self.hooks)
 
     # Building
@@ -215,7 +219,7 @@ class Trainer:
         while state.step < self.total_steps:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
-            seed_step(self.seed, step, self.mesh.dp_rank)
+            seed_step(self.seed, step, 0 if self.model_parts.bitwise else self.mesh.dp_rank)
             with speed.data_wait():
                 micro_batches = list(islice(self._batches, self.batch.accumulation))
             for hook in self.hooks:

@@ -13,6 +13,7 @@ import pytest
 from tests.preflight import (
     bad_adamw_8bit,
     bad_attention,
+    bad_bitwise,
     bad_chat,
     bad_classification,
     bad_data,
@@ -447,6 +448,7 @@ PARTS = (
     bad_health,
     bad_metrics,
     bad_attention,
+    bad_bitwise,
     bad_experts,
     bad_weights,
 )

@@ -37,6 +37,7 @@ COMMANDS = {
     "convert": Command("convert weights between formats, merge adapters", only_prints=False),
     "checkpoint": Command("list, inspect, verify, compare and prune checkpoints"),
     "plot": Command("plot the curves of runs", only_prints=False),
+    "compare-runs": Command("find the first step at which two runs differ in a bit"),
     "report": Command("write a one-page report of a run", only_prints=False),
     "import-accelerate": Command("convert an accelerate config to TOML", only_prints=False),
     "check-cluster": Command("check the machines, links and clocks of a cluster", only_prints=False),

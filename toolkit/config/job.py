@@ -95,6 +95,9 @@ class Metrics(Table):
     prometheus_file: Annotated[str | None, LocalPath()] = None
     """File that is overwritten with the latest metrics, for node_exporter's textfile collector: *.prom in its
     folder."""
+    fingerprint_every: NonNegative = 0
+    """Steps between fingerprints of gradients, weights and optimizer state in fingerprints.jsonl, which
+    compare-runs reads; 0 writes none."""
     peak_tflops: PositiveFloat | None = None
     """Peak dense bf16 throughput of one device in TFLOP/s, used for MFU if the device is not in our table."""
 

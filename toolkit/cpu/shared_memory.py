@@ -114,6 +114,18 @@ class SharedMemory:
         start = _whole_pages(count * dtype.itemsize) * rank
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
+    def shards(self, written: Tensor) -> list[Tensor]:
+        """Return this rank's shard of what each rank has ``written`` into the last allocation, which becomes
+        free at the next barrier."""
+        self.meet("reduce_scatter", written.nbytes).wait()
+        count = written.numel() // self.size
+        # torch keeps its input until the next reduction; after the next barrier no rank reads it.
+        self.last.tensor = None
+        return [
+            self.part(rank, written.numel(), written.dtype).narrow(0, self.rank * count, count)
+            for rank in range(self.size)
+        ]
+
     def meet(self, operation: str, size: int) -> GatherBarrier:
         """Begin a barrier that checks that all ranks are at ``operation`` with ``size`` bytes."""
         barrier = GatherBarrier(self, operation, size)
@@ -219,27 +231,22 @@ class Reduce:
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        memory, shard = self.memory, output_tensor.numel()
-        memory.meet("reduce_scatter", input_tensor.nbytes).wait()
-        parts = [
-            memory.part(rank, input_tensor.numel(), input_tensor.dtype).narrow(0, memory.rank * shard, shard)
-            for rank in range(memory.size)
-        ]
+        parts = self.memory.shards(input_tensor)
         torch.add(parts[0], parts[1], out=output_tensor)
         for part in parts[2:]:
             output_tensor += part
-        # torch keeps the input until the next reduction; after the next barrier no rank reads it.
-        memory.last.tensor = None
 
 
-def share_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup) -> None:
-    """Make FSDP ``units``, all of ``group``, communicate through shared memory if its ranks can access it."""
+def share_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup) -> SharedMemory | None:
+    """Make FSDP ``units``, all of ``group``, communicate through shared memory, which is returned, if its
+    ranks can access it."""
     try:
         memory = SharedMemory(group)
     except NotShared:
-        return
+        return None
     gather: Any = Gather(memory)  # torch's base classes of both are private
     reduce: Any = Reduce(memory)
     for unit in units:
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(reduce)
+    return memory

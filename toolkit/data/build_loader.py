@@ -40,8 +40,8 @@ def build_loader(
 
     With the training table it is infinite, and each epoch has its own order. With the validation table it
     yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding is 0 (it is
-    neither attended to nor predicted). ``interleaved`` is that of :mod:`toolkit.data.dataloader`. ``persistent_workers`` and ``prefetch_factor`` are ignored without
-    workers, as in torchtitan.
+    neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored without
+    workers, as in torchtitan. ``interleaved``: see :mod:`toolkit.data.dataloader`.
 
     Raises:
         DataError: A corpus is shorter than one sample.

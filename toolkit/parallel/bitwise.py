@@ -30,8 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from toolkit.compat import flatten_mesh
+from toolkit.cpu.shared_memory import SharedMemory
 from toolkit.distributed import collectives
 from toolkit.distributed.dtensor import shard_and_offset
+from toolkit.distributed.seeds import seed_step
 from toolkit.hardware import is_simulated
 from toolkit.parallel.mesh import Mesh
 
@@ -67,11 +69,12 @@ class OrderedReduceScatter:
     Its output is 0 but for the last micro-batch, when it is the sum of all of them: FSDP adds up the outputs.
     """
 
-    def __init__(self, mesh: DeviceMesh, sums: BitwiseSums):
+    def __init__(self, mesh: DeviceMesh, sums: BitwiseSums, memory: SharedMemory | None):
         ranks = flatten_mesh(mesh) if mesh.ndim > 1 else mesh
         self.group, self.sums = ranks.get_group(), sums
         self.shards = mesh.size(mesh.ndim - 1)
         self.replicas = mesh.size() // self.shards
+        self.memory = memory if self.replicas == 1 else None
         self.tree = PairwiseSum()
         self.input: Tensor | None = None
 
@@ -80,7 +83,10 @@ class OrderedReduceScatter:
     ) -> Tensor:
         # torch allocates first the input, which it fills, then the output.
         if self.input is None:
-            self.input = torch.empty(*size, dtype=dtype, device=device)
+            if self.memory is not None:
+                self.input = self.memory.allocate(int(size[0]), dtype, parts=self.shards)
+            else:
+                self.input = torch.empty(*size, dtype=dtype, device=device)
             return self.input
         filled, self.input = self.input, None
         if self.shards > 1:
@@ -101,24 +107,24 @@ class OrderedReduceScatter:
 
     def _sum(self, gradients: Tensor, output: Tensor) -> None:
         """Add the gradients (shards · n,) of all ranks to the tree; write this rank's n sums."""
-        count = len(gradients) // self.shards
-        part = -(-count // self.replicas)
-        parts_SRP = F.pad(gradients.view(self.shards, count), (0, self.replicas * part - count))
-        parts_SRP = parts_SRP.view(self.shards, self.replicas, part)
-        if self.shards * self.replicas == 1:
-            self.tree.add(gradients)
-        else:
-            sent = parts_SRP.transpose(0, 1).contiguous().view(-1, part)
-            one = [1] * len(sent)
-            for leaf in collectives.wait(
-                collectives.start_all_to_all(sent, one, one, self.group.group_name)
-            ):
-                self.tree.add(leaf)
+        for leaf in self.memory.shards(gradients) if self.memory else self._exchange(gradients):
+            self.tree.add(leaf)
         output.zero_()
         if self.sums.last:
-            start = self.group.rank() // self.shards * part
-            mine = output[start : start + part]
-            mine.copy_(self.tree.take()[: len(mine)])
+            total = self.tree.take()
+            mine = output[self.group.rank() // self.shards * len(total) :][: len(total)]
+            mine.copy_(total[: len(mine)])
+
+    def _exchange(self, gradients: Tensor) -> Iterable[Tensor]:
+        """Return the part of the gradients that this rank sums, of every rank."""
+        if self.shards * self.replicas == 1:
+            return [gradients]
+        count = len(gradients) // self.shards
+        part = -(-count // self.replicas)
+        padded_SN = F.pad(gradients.view(self.shards, count), (0, self.replicas * part - count))
+        sent = padded_SN.view(self.shards, self.replicas, part).transpose(0, 1).reshape(-1, part)
+        one = [1] * len(sent)
+        return collectives.wait(collectives.start_all_to_all(sent, one, one, self.group.group_name))
 
 
 class BitwiseSums:
@@ -133,11 +139,19 @@ class BitwiseSums:
         cp = mesh.cp.size() if mesh.cp else 1
         self._leaves = mesh.dp_size * cp
         self._leaf = mesh.dp_rank * cp + (mesh.cp.get_local_rank() if mesh.cp else 0)
-        self.last = False
+        self.last, self._seed = False, 0
 
-    def reduce_scatter(self, mesh: DeviceMesh) -> OrderedReduceScatter:
-        """Return the reduce-scatter of a new FSDP unit on ``mesh``."""
-        return OrderedReduceScatter(mesh, self)
+    def begin(self, micro_batch: int, *, last: bool) -> None:
+        """Begin a micro-batch of this rank: draw the random numbers of its index, on any rank."""
+        self.last = last
+        if micro_batch == 0:
+            self._seed = torch.initial_seed()  # of the step, on all ranks
+        seed_step(self._seed, micro_batch * self.mesh.dp_size + self.mesh.dp_rank, 0)
+
+    def reduce_scatter(self, mesh: DeviceMesh, memory: SharedMemory | None) -> OrderedReduceScatter:
+        """Return the reduce-scatter of an FSDP unit on ``mesh``, through shared ``memory`` if there is
+        any."""
+        return OrderedReduceScatter(mesh, self, memory)
 
     def total(self, rows: Tensor) -> Tensor:
         """Sum the rows (micro-batches, values) of all ranks: (values,). All but one rank of each pp and tp
@@ -167,8 +181,10 @@ class BitwiseSums:
             table = torch.zeros(shape, dtype=torch.float64, device=device)
             if first_replica and shard.numel():
                 sums = row_squares(shard[:, None] if shard.ndim == 1 else shard).to(device)
-                place = tuple(slice(start, start + size) for start, size in zip(offset, sums.shape, strict=False))
-                table[(tp_rank, *place)] = sums / _tp_copies(gradient)
+                part = table[tp_rank]
+                for dim, size in enumerate(sums.shape):
+                    part = part.narrow(dim, offset[dim], size)
+                part.copy_(sums / _tp_copies(gradient))
             squares.append(table.flatten(1))
         whole = torch.cat(squares, 1)
         dist.all_reduce(whole)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 from toolkit import cpu
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.training import Training
-from toolkit.cpu.shared_memory import share_memory
+from toolkit.cpu.shared_memory import SharedMemory, share_memory
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.distributed.process_group import DTYPES, GLOO
 from toolkit.hardware import device_type
@@ -115,11 +115,12 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             of_mesh[mesh_of(module)].append(module)
     for its_mesh, sharded_units in of_mesh.items():
+        memory = None
         if cpu.is_enabled() and mesh.device_type == "cpu" and not isinstance(when, int):
-            _share_memory(sharded_units, its_mesh)
+            memory = _share_memory(sharded_units, its_mesh)
         if bitwise is not None:
             for sharded in sharded_units:
-                sharded.set_custom_reduce_scatter(cast("Any", bitwise.reduce_scatter(its_mesh)))
+                sharded.set_custom_reduce_scatter(cast("Any", bitwise.reduce_scatter(its_mesh, memory)))
         elif _skips_reduce_scatter(its_mesh):
             for sharded in sharded_units:
                 sharded.set_custom_reduce_scatter(cast("Any", NoReduceScatter()))
@@ -201,11 +202,12 @@ def _sum_gradients(units: Sequence[FSDPModule]) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
+def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> SharedMemory | None:
     """Use shared memory for the collectives of a gloo group if all its ranks are on this machine."""
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() > 1 and dist.get_backend(group) == GLOO:
-        share_memory(units, group)
+        return share_memory(units, group)
+    return None
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:

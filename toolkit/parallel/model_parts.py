@@ -209,7 +209,7 @@ class SingleModel(ModelParts):
             last = index == len(batches) - 1
             begin_micro_batch(self.model, self.parallelism, last=last)
             if self.bitwise:
-                self.bitwise.last = last
+                self.bitwise.begin(index, last=last)
             loss, sums = self._objective(batch)
             (loss * scale.to(loss.dtype)).backward()
             # Ranks of a tp group have the same loss.

@@ -1,0 +1,78 @@
+"""Rules for the same bits at any number of data-parallel ranks."""
+
+from __future__ import annotations
+
+from toolkit.errors import Problem, join_or
+from toolkit.preflight.planned_run import PlannedRun, rule
+
+_KEY = "debug.bitwise_data_parallel"
+_OPTIMIZERS = ("AdamW", "Adam", "AdamW8bit", "Muon")
+_GLOBAL, _LOCAL = "training.global_batch_size", "training.local_batch_size"
+
+
+@rule()
+def bitwise_data_parallel_runs(run: PlannedRun) -> list[Problem]:
+    """Reject what adds numbers in an order that follows the number of ranks."""
+    config = run.config
+    if not config.debug.bitwise_data_parallel:
+        return []
+    refused = {
+        "parallelism.pipeline_parallel_degree": (
+            config.parallelism.pipeline_parallel_degree > 1,
+            "a pipeline adds the gradients of its micro-batches before ranks exchange them",
+            "set it to 1",
+        ),
+        "parallelism.expert_parallel_degree": (
+            config.parallelism.expert_parallel_degree > 1,
+            "experts add the rows of several ranks",
+            "set it to 1",
+        ),
+        "parallelism.fsdp_sync_each_batch": (
+            not config.parallelism.fsdp_sync_each_batch,
+            "ranks exchange the gradients of each micro-batch",
+            "set it to true",
+        ),
+        "optimizer.early_step_in_backward": (
+            config.optimizer.early_step_in_backward,
+            "parameters are updated after all gradients are summed",
+            "set it to false",
+        ),
+        "optimizer.name": (
+            config.optimizer.name not in _OPTIMIZERS,
+            "the update of a registered optimizer may depend on how parameters are sharded",
+            f"set it to {join_or(_OPTIMIZERS)}",
+        ),
+        "model.converters": (
+            bool(config.model.converters),
+            "float8 scales and custom converters are computed from shards",
+            "remove it",
+        ),
+        "data.streaming": (
+            config.data.streaming,
+            "streams divide samples over ranks by file",
+            "set it to false, which tokenizes first",
+        ),
+    }
+    return [
+        run.problem(key, f"not with {_KEY}: {why}", fix, _KEY)
+        for key, (is_broken, why, fix) in refused.items()
+        if is_broken
+    ]
+
+
+@rule()
+def micro_batches_are_the_same(run: PlannedRun) -> list[Problem]:
+    """Check that the micro-batch is local_batch_size, not a smaller divisor that follows from the ranks."""
+    training, mesh = run.config.training, run.mesh
+    if not run.config.debug.bitwise_data_parallel or mesh is None:
+        return []
+    total, local = training.global_batch_size, training.local_batch_size
+    each = local * mesh.dp
+    if total == -1:
+        rule = f"{_KEY} needs a global batch that does not follow the number of ranks"
+        return [run.problem(_GLOBAL, rule, f"set it to a multiple of {each}, such as {each}", _KEY)]
+    if total % each == 0:
+        return []
+    rule = f"with {_KEY}, must be a multiple of {_LOCAL} × data-parallel ranks, which is {local} × {mesh.dp}"
+    near = max(1, round(total / each)) * each
+    return [run.problem(_GLOBAL, rule, f"set it to {near}, or change {_LOCAL}", _LOCAL)]
