@@ -99,6 +99,8 @@ WORDS: dict[str, Settings] = {
     "always": {_RESHARD: "always"},
     "over2": {_RESHARD: 2},
     "accumulate3": {},
+    # Sums in an order that the ranks do not change; the fused kernel rounds by the size of a shard.
+    "bitwise": {"debug.bitwise_data_parallel": True, "optimizer.implementation": "foreach"},
     "tied": {"model.tie_embeddings": True},
     "unmasked": {"data.document_mask": False},
     "layers8": {"model.n_layers": 8},
@@ -377,6 +379,9 @@ FAST = [
     "shard2 gated accumulate3",
     "tp2 gated AC-full",
     "pp2 ZBVZeroBubble gated",
+    # The same bits.
+    "shard2 bitwise accumulate3",
+    "replicate2 shard2 bitwise moe aux",
     # Experts.
     "shard2 ep2 moe aux accumulate3",
     "shard2 ep2 moe aux tied balanced AC-op",
@@ -422,6 +427,10 @@ MORE = [
     "pp2 1F1B bare-embedding muon",  # a rank without matrices
     "tp2 tied accumulate3 whole-logits",
     # Experts.
+    "shard4 bitwise AC-op accumulate3",
+    "shard2 cp2 bitwise tied",
+    "shard2 tp2 bitwise AC-full",
+    "replicate2 NO_SHARD bitwise muon",
     "shard2 moe aux by-class AC-2",
     "shard4 moe aux-seq accumulate3 reduce-once",
     "shard2 moe aux compiled",

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from tests.models import moe_family  # noqa: F401 (registers the family "experts")
-from tests.preflight.bad_runs import Bad, bad
+from tests.preflight.bad_runs import H100, Bad, bad
 
-ON = "debug.bitwise_data_parallel training.global_batch_size=8 training.local_batch_size=2"
+FOREACH = "debug.bitwise_data_parallel optimizer.implementation=foreach"
+ON = f"{FOREACH} training.global_batch_size=8 training.local_batch_size=2"
 RUNS, SAME = "bitwise_data_parallel_runs", "micro_batches_are_the_same"
 BATCH = "training.global_batch_size"
 
 CASES: list[Bad] = [
-    bad(RUNS, f"parallelism.pipeline_parallel_degree=2 {ON}", "adds the gradients of its micro-batches", world=2),
-    bad(RUNS, f"parallelism.expert_parallel_degree=2 model.name=experts {ON}", "rows of several ranks", world=2),
+    bad(RUNS, f"parallelism.pipeline_parallel_degree=2 {ON}", "the gradients of its micro-batches", world=2),
+    bad(RUNS, f"parallelism.expert_parallel_degree=2 model.name=experts {ON}", "of several ranks", world=2),
     bad(RUNS, f"parallelism.fsdp_sync_each_batch=false {ON}", "of each micro-batch", "set it to true"),
     bad(
         RUNS,
-        f"optimizer.early_step_in_backward=true training.max_norm=inf training.global_batch_size=2 "
-        "training.local_batch_size=2 debug.bitwise_data_parallel",
+        f"optimizer.early_step_in_backward=true training.max_norm=inf {FOREACH} "
+        "training.global_batch_size=2 training.local_batch_size=2",
         "after all gradients are summed",
     ),
+    bad(
+        RUNS,
+        f"optimizer.implementation=fused {ON}".replace("optimizer.implementation=foreach", ""),
+        "rounds the last elements of a shard",
+        'set it to "foreach"',
+    ),
+    bad(RUNS, f"model.converters=float8 {ON}", "computed from shards", "remove it", hardware=H100),
     bad(RUNS, f"data.streaming=true {ON}", "streams divide samples over ranks by file"),
-    bad(SAME, "training.global_batch_size=-1 debug.bitwise_data_parallel training.local_batch_size=2",
-        "needs a global batch that does not follow", "set it to a multiple of 4, such as 4", world=2),
-    bad(SAME, "training.global_batch_size=12 debug.bitwise_data_parallel training.local_batch_size=4",
+    bad(
+        SAME,
+        f"training.global_batch_size=-1 training.local_batch_size=2 {FOREACH}",
+        "needs a global batch that does not follow",
+        "set it to a multiple of 4, such as 4",
+        world=2,
+    ),
+    bad(
+        SAME,
+        f"training.global_batch_size=12 training.local_batch_size=4 {FOREACH}",
         "must be a multiple of training.local_batch_size × data-parallel ranks, which is 4 × 2",
-        "set it to 16", world=2),
-]  # fmt: skip
+        "set it to 16",
+        world=2,
+    ),
+]

@@ -163,8 +163,9 @@ class BitwiseSums:
 
     def exact_total(self, rows: Tensor) -> Tensor:
         """Do the same for any division into micro-batches: sums are rounded once, which takes the host."""
-        gathered = rows.new_empty(dist.get_world_size() * len(rows), rows.shape[1])
-        dist.all_gather_into_tensor(gathered, rows)
+        size, group = dist.get_world_size(), dist.group.WORLD
+        assert group is not None
+        gathered = collectives.all_gather(rows, size, group.group_name)
         return rows.new_tensor([math.fsum(column) for column in gathered.T.tolist()])
 
     def norm(self, parameters: Iterable[nn.Parameter], *, device: torch.device) -> Tensor:

@@ -300,7 +300,9 @@ def micro_batches(config: Config, layout: ParallelDims) -> int:
 def _count(config: Config, batch: BatchShape, pp: int) -> int:
     """Return the number of micro-batches in the fake step, the fewest that reach the peak memory of all: the
     first, the last and one in between; in a pipeline two per rank, unless its schedule runs all forwards
-    first."""
+    first. Bitwise sums grow with all of them."""
+    if config.debug.bitwise_data_parallel:
+        return batch.accumulation
     if pp == 1:
         return min(batch.accumulation, 3)
     options = config.parallelism

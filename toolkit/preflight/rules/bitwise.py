@@ -42,6 +42,11 @@ def bitwise_data_parallel_runs(run: PlannedRun) -> list[Problem]:
             "the update of a registered optimizer may depend on how parameters are sharded",
             f"set it to {join_or(_OPTIMIZERS)}",
         ),
+        "optimizer.implementation": (
+            config.optimizer.implementation == "fused" and config.optimizer.name != "AdamW8bit",
+            "the fused kernel rounds the last elements of a shard in another way than the others",
+            'set it to "foreach"',
+        ),
         "model.converters": (
             bool(config.model.converters),
             "float8 scales and custom converters are computed from shards",

@@ -1,0 +1,280 @@
+"""``debug.bitwise_data_parallel``: the same bits at any number of data-parallel ranks, by the fingerprints of
+gradients, weights and optimizer state at every step, and what compare-runs says of runs that differ."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers import run_world
+from tests.training import small_config, small_trainer
+from toolkit.commands import compare_runs
+from toolkit.distributed.dtensor import local
+from toolkit.metrics.fingerprint import fingerprints
+from toolkit.parallel.bitwise import PairwiseSum, _exact_row_squares, row_squares
+
+STEPS = 20
+Layout = tuple[int, dict[str, Any]]
+ONE: Layout = (1, {})
+REPLICAS, TP = "data_parallel_replicate_degree", "tensor_parallel_degree"
+STRATEGIES = {
+    name: (4, {"sharding_strategy": name, **({REPLICAS: 2} if "HYBRID" in name else {})})
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+}
+DATA_PARALLEL: dict[str, Layout] = {
+    **{f"dp {ranks}": (ranks, {}) for ranks in (2, 3, 4, 6, 8)},
+    "2 × 2": (4, {REPLICAS: 2}),
+    "2 × 4": (8, {REPLICAS: 2}),
+    "3 × 2": (6, {REPLICAS: 3}),
+    **STRATEGIES,
+}
+BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
+LORA = {
+    "finetune": {"adapter": "lora", "lora": {"rank": 4, "dropout": 0.1, "target_modules": ["all-linear"]}}
+}
+# Rows of 256 elements, which AdamW8bit quantizes.
+WIDE = {"model": {"dim": 256, "ffn_dim": 256, "n_layers": 1, "vocab_size": 516}}
+EXPERTS = {"model": {"name": "deepseek_v3", "n_kv_heads": 8}, "moe": {"aux_loss_coeff": 0.01}}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "checkpointing": {"activation_checkpoint": {"mode": "full"}},
+    "compiled": {"compile": {"enable": True}},
+    "lora": LORA,
+    "muon": {"optimizer": {"name": "Muon"}},
+    "AdamW8bit": {"optimizer": {"name": "AdamW8bit"}, **WIDE},
+    "for-loop": {"optimizer": {"implementation": "for-loop"}},
+    "experts": EXPERTS,
+    "offload": {"training": {"enable_cpu_offload": True}},
+}
+
+
+def _train(
+    folder: str, layout: dict[str, Any], tables: dict[str, Any], steps: int, *, bitwise: bool = True
+) -> None:
+    torch._dynamo.reset()
+    given = {name: dict(table) for name, table in tables.items()}
+    sizes = {"steps": steps, "global_batch_size": 24 if steps > STEPS else 12, "local_batch_size": 1}
+    training = sizes | {"seq_len": 32} | given.pop("training", {})
+    optimizer = {"implementation": "foreach", "lr": 3e-3, **given.pop("optimizer", {})}
+    trainer = small_trainer(
+        small_config(
+            folder,
+            training=training,
+            optimizer=optimizer,
+            parallelism=layout | given.pop("parallelism", {}),
+            validation={"enable": True, "dataset": "embedded_validation", "seq_len": 32, "freq": 10,
+                        "local_batch_size": 1, "samples": 7},
+            debug={"bitwise_data_parallel": bitwise},
+            metrics={"fingerprint_every": 1, "enable_tensorboard": False, "log_freq": 1},
+            **given,
+        )
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+
+
+def _differences(
+    tmp_path: Path, layouts: Sequence[Layout], tables: dict[str, Any], capsys: Any, *, steps: int = STEPS,
+    first: Layout = ONE, **options: Any,
+) -> list[str]:  # fmt: skip
+    """What compare-runs prints of each layout beside the first one."""
+    said = []
+    for number, (ranks, layout) in enumerate([first, *layouts]):
+        run_world(
+            _train_with, ranks, str(tmp_path / str(number)), layout, tables, steps, options, timeout=500
+        )
+        if number:
+            code = compare_runs.main([str(tmp_path / "0"), str(tmp_path / str(number))])
+            said.append(capsys.readouterr().out)
+            assert (code == 0) == ("equal, bit for bit" in said[-1])
+            assert f"compared {steps} steps, 1 to {steps}, fingerprints of {steps}" in said[-1]
+    return said
+
+
+def _train_with(
+    folder: str, layout: dict[str, Any], tables: dict[str, Any], steps: int, options: dict[str, Any]
+) -> None:
+    _train(folder, layout, tables, steps, **options)
+
+
+def test_any_number_of_ranks_gives_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = [DATA_PARALLEL[name] for name in ("dp 2", "dp 3", "2 × 2")]
+    for said in _differences(tmp_path, layouts, BF16, capsys):
+        assert "equal, bit for bit" in said
+
+
+def test_tensor_parallel_runs_give_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, other = (2, {TP: 2}), (4, {TP: 2})
+    [said] = _differences(tmp_path, [other], {}, capsys, first=first)
+    assert "equal, bit for bit" in said
+
+
+def test_without_the_option_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [said] = _differences(tmp_path, [(2, {})], BF16, capsys, steps=2, bitwise=False)
+    assert "first difference: step 1\n" in said and "gradients of " in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tables", [{}, BF16], ids=["fp32", "bf16"])
+def test_200_steps_on_every_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tables: dict[str, Any]
+) -> None:
+    said = _differences(tmp_path, list(DATA_PARALLEL.values()), tables, capsys, steps=200)
+    assert all("equal, bit for bit" in text for text in said)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_techniques(tmp_path: Path, capsys: pytest.CaptureFixture[str], technique: str) -> None:
+    tables = TECHNIQUES[technique]
+    tables = tables | {"training": BF16["training"] | tables.get("training", {})}
+    layouts = [DATA_PARALLEL[name] for name in ("dp 2", "dp 3", "2 × 2")]
+    for said in _differences(tmp_path, layouts, tables, capsys):
+        assert "equal, bit for bit" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("degree", [TP, "context_parallel_degree"])
+def test_200_steps_beside_a_fixed_degree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], degree: str
+) -> None:
+    first, *others = [(2 * ranks, {degree: 2}) for ranks in (1, 2, 4)]
+    for said in _differences(tmp_path, others, BF16, capsys, steps=200, first=first):
+        assert "equal, bit for bit" in said
+
+
+# Runs that move between sizes
+
+
+def _moved(folder: str, stop: int, tables: dict[str, Any]) -> None:
+    _train(folder, {}, tables, stop)
+
+
+def test_a_run_that_moves_between_sizes_keeps_its_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = BF16 | {
+        "checkpoint": {"enable": True, "interval": 3, "keep_latest_k": 2},
+        "lr_scheduler": {"warmup_steps": 2, "decay_type": "constant"},
+    }
+    run_world(_moved, 1, str(tmp_path / "alone"), 12, tables, timeout=200)
+    for ranks, stop in ((4, 3), (3, 6), (2, 9), (1, 12)):
+        run_world(_moved, ranks, str(tmp_path / "moved"), stop, tables, timeout=200)
+    code = compare_runs.main([str(tmp_path / "alone"), str(tmp_path / "moved")])
+    said = capsys.readouterr().out
+    assert code == 0 and "fingerprints of 12" in said, said
+
+
+# A fault, and what is said of it
+
+FAULTY = "layers.1.attention.wq.weight"
+
+
+def _with_a_fault(folder: str, step: int, steps: int) -> None:
+    """Flip the lowest bit of one element of one gradient on one rank."""
+    config = small_config(
+        folder,
+        training={"steps": steps, "global_batch_size": 8, "local_batch_size": 2},
+        optimizer={"implementation": "foreach"},
+        debug={"bitwise_data_parallel": True},
+        metrics={"fingerprint_every": 1, "enable_tensorboard": False, "log_freq": 1},
+    )
+    trainer = small_trainer(config)
+    parts, backward = trainer.model_parts, trainer.model_parts.backward
+
+    def faulty(*args: Any) -> Tensor:
+        rows = backward(*args)
+        if trainer.train_state.step == step and dist.get_rank() == 1:
+            local(dict(parts.named_parameters())[FAULTY].grad).view(torch.int32)[2, 3] ^= 1
+        return rows
+
+    parts.backward = faulty  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+
+
+def test_one_bit_of_one_gradient_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_world(_with_a_fault, 1, str(tmp_path / "sound"), 0, 60, timeout=200)
+    run_world(_with_a_fault, 2, str(tmp_path / "faulty"), 57, 60, timeout=200)
+    assert compare_runs.main([str(tmp_path / "sound"), str(tmp_path / "faulty")]) == 1
+    said = capsys.readouterr().out
+    first, gradients = said.splitlines()[1:3]
+    assert first == "first difference: step 57"
+    assert gradients.startswith("  gradients of 1 of ") and gradients.endswith(f": {FAULTY}")
+
+
+# Sums
+
+
+def _tree(leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of the largest power of two of leaves, halved again and again, and that of the rest."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 1 << (len(leaves) - 1).bit_length() - 1
+    return _tree(leaves[:half]) + _tree(leaves[half:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 24, 31])
+def test_leaves_are_added_along_one_tree(count: int) -> None:
+    leaves = list(torch.randn(count, 50))
+    sums = PairwiseSum()
+    for number, leaf in enumerate(leaves, 1):
+        reused = leaf.clone()
+        sums.add(reused)
+        reused.zero_()
+        assert len(sums._partial) == number.bit_count()
+    assert torch.equal(sums.take(), _tree(leaves)) and not sums._partial
+
+
+def test_a_sum_has_no_negative_zero() -> None:
+    sums = PairwiseSum()
+    sums.add(torch.tensor([-0.0]))
+    assert math.copysign(1, sums.take().item()) == 1
+
+
+def test_squares_of_a_row_do_not_depend_on_other_rows_or_the_order() -> None:
+    rows = torch.randn(40, 1000) * torch.logspace(-20, 15, 40)[:, None]
+    rows[3] = 0
+    exact = rows.double().square().sum(1)
+    for compute, error in ((row_squares, 1e-14), (_exact_row_squares, 1e-10)):
+        found = compute(rows)
+        torch.testing.assert_close(found, exact, rtol=error, atol=0)
+        for start, end in ((0, 1), (3, 4), (5, 22)):
+            assert torch.equal(compute(rows[start:end]), found[start:end])
+    shuffled = rows[:, torch.randperm(1000)]
+    assert torch.equal(_exact_row_squares(shuffled), _exact_row_squares(rows))
+
+
+def _fingerprints() -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    whole = {
+        str(dtype): torch.randn(7, 6, 5).to(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    }
+    found = {}
+    for name, tensor in whole.items():
+        for placement in ((Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(2), Replicate())):
+            found[f"{name} {placement}"] = distribute_tensor(tensor, mesh, placement)
+    return fingerprints([*found.items(), *whole.items(), ("scalar", torch.tensor(3.0))])
+
+
+def test_fingerprints_do_not_depend_on_sharding_and_see_every_bit() -> None:
+    ranks = run_world(_fingerprints, 4, timeout=60)
+    assert all(rank == ranks[0] for rank in ranks)
+    for name, value in ranks[0].items():
+        assert value == ranks[0][name.split(" ")[0]]
+    assert len(set(ranks[0].values())) == 4
