@@ -94,7 +94,7 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
         if not row.experts or row.fused:
             [theirs] = theirs
         if row.fused:
-            theirs = theirs[..., row.fused.first :: row.fused.count].movedim(-1, 1)
+            theirs = theirs[..., row.fused.columns(row.shape[1])].movedim(-1, 1)
         if row.rotary:
             pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
             ours = pairs.transpose(1, 2).reshape(theirs.shape)
