@@ -20,6 +20,7 @@ class Family:
     Attributes:
         theirs: how the names of transformers' classes begin.
         config: the same of its config's class, if that is another.
+        classifies: whether it has a class with a classification head.
         parameters: the counts that the model cards tell by ``model.flavor``, a tied head once.
         template: trl's copy of its chat template, if it has one.
         options: of its small model, beside those of all.
@@ -32,6 +33,7 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
     active: Mapping[str, int] = field(default_factory=dict)
     config: str | None = None
+    classifies: bool = True
 
 
 _MLA: dict[str, Any] = {
@@ -127,7 +129,7 @@ FAMILIES = {
             "no_rope_layer_interval": 2, "rope_parameters": _LLAMA3_ROPE,
         },
         active={"17B-16E": 17_172_894_720, "17B-128E": 17_184_691_200},
-        config="Llama4Text",
+        config="Llama4Text", classifies=False,
     ),
     # As the larger one is: queries and keys are not normalized. The choice of several experts is ours alone.
     "llama4-maverick": Family(
@@ -136,7 +138,7 @@ FAMILIES = {
             "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "attention_chunk_size": 64,
             "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [0, 0, 0],
         },
-        config="Llama4Text",
+        config="Llama4Text", classifies=False,
     ),
     # The form of the largest DeepSeek-V2: groups, scaled weights and latent queries.
     "deepseek_v2-grouped": Family(

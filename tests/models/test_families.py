@@ -24,6 +24,7 @@ from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
+from toolkit.models.common.args import Classifier
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.parameter_table import Init
@@ -181,13 +182,19 @@ def test_files_come_back_as_they_were_from_a_mesh(tmp_path: Path) -> None:
         _check_alike(tmp_path / name)
 
 
-@every_family
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.classifies])
 def test_a_classifier_gives_the_scores_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_transformers(tmp_path / "hf", name, kind="SequenceClassification")
     model, tokens = read(tmp_path / "hf"), tokens_and_labels(2, 50)[0].clamp(min=1)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[:, -1], reference(tokens).logits, atol=1e-5, rtol=1e-5)
     _there_and_back(tmp_path)
+
+
+def test_a_classifier_that_transformers_lacks_is_not_written() -> None:
+    args = replace(resolve("llama4", "debugmodel"), classifier=Classifier(("a", "b")))
+    with pytest.raises(DataError, match="transformers has no Llama4ForSequenceClassification, as which a Llama4"):
+        spec("llama4").hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
 
 
 @every_family
