@@ -120,7 +120,7 @@ FAMILIES = {
         },
         active={"20B": 4_187_440_704, "120B": 5_711_982_912},
     ),
-    # Chunks and steps of the temperature that are shorter than most texts; dense blocks and blocks with experts.
+    # Chunks and steps of the temperature that are shorter than most texts; every other block has experts.
     "llama4": Family(
         "Llama4", {"17B-16E": 107_769_861_120, "17B-128E": 400_711_848_960},
         options={

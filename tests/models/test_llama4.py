@@ -71,8 +71,8 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     ("fields", "says"),
     [
         ({"attention_chunk_size": None}, "attention_chunk_size: must be a number of tokens"),
-        ({"no_rope_layers": [1, 0, 0, 1]}, "no_rope_layers = .*: must have a 0 at equal distances"),
-        ({"no_rope_layers": "none"}, "no_rope_layers = .*: must have a 0 at equal distances"),
+        ({"no_rope_layers": [1, 0, 0, 1]}, "no_rope_layers = .*: must be 0 at equal distances"),
+        ({"no_rope_layers": "none"}, "no_rope_layers = .*: must be 0 at equal distances"),
         ({"layer_types": ["full_attention"] * 4}, 'layer_types = .*: must be "chunked_attention" with RoPE'),
         ({"moe_layers": [0, 1]}, "moe_layers = .*: must be every block of interleave_moe_layer_step, .1, 3."),
         ({"attn_temperature_tuning": "on"}, "attn_temperature_tuning = .*: must be true or false"),

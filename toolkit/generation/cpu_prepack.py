@@ -98,7 +98,8 @@ class _PackedAttention(Attention):
         if self.rope and self.norm_eps is None:
             q_BSHE, k_BSKE = rotate(qk_BSHE, rotations).split([queries, self.keys], dim=2)
         else:
-            q_BSHE, k_BSKE = self.place(*qk_BSHE.split([queries, self.keys], dim=2), rotations)
+            q_BSHE, k_BSKE = qk_BSHE.split([queries, self.keys], dim=2)
+            q_BSHE, k_BSKE = self.place(q_BSHE, k_BSKE, rotations)
         return self.attend(q_BSHE, k_BSKE, v_BSKE, mask)
 
 

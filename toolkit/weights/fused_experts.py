@@ -1,7 +1,7 @@
 """Read experts from Hugging Face tensors that fuse them, in plain dtypes or in MXFP4.
 
-:class:`~toolkit.models.common.parameter_table.Fused` is the layout. If elements of two parameters alternate in
-such a tensor, reading one reads the bytes of both. In MXFP4 (OCP Microscaling Formats 1.0), rows are
+:class:`~toolkit.models.common.parameter_table.Fused` is the layout. If elements of two parameters alternate,
+reading one reads the bytes of both. In MXFP4 (OCP Microscaling Formats 1.0), rows are
 those of our weights, and 32 elements of a row share a scale, a power of two. An element has 4 bits; the first
 of two is the low half of a byte.
 """
@@ -27,8 +27,8 @@ def read_fused(
     place: TensorPlace, scales: TensorPlace | None, fused: Fused, size: int, region: Region, out: Tensor
 ) -> None:
     """Read a ``region`` of a parameter (E, N) or (E, N, K) into ``out``, expert by expert. ``place`` is the
-    tensor (E, N · count) or (E, K, N · count); with ``scales`` (E, N · count, K / 32), it is in MXFP4. ``size``
-    is N.
+    tensor (E, N · count) or (E, K, N · count), with N = ``size``; with ``scales`` (E, N · count, K / 32), it
+    is in MXFP4.
 
     Raises:
         DataError: a file cannot be read or ends too early.

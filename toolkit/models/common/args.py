@@ -188,8 +188,8 @@ class ModelArgs:
     the output projection. With ``sinks``, each head has a learned logit in the denominator of its softmax
     (arXiv:2309.17453). With a ``sliding_window``, a token attends to itself and the ``sliding_window`` - 1
     tokens before it, except in every ``full_attention_step``-th block; with ``irope``, windows are chunks.
-    ``family`` is the name of the :class:`~toolkit.models.common.spec.ModelSpec`. A model with a ``classifier`` has no LM head and no tied
-    weights.
+    ``family`` is the name of the :class:`~toolkit.models.common.spec.ModelSpec`. A model with a
+    ``classifier`` has no LM head and no tied weights.
     """
 
     dim: int

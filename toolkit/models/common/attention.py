@@ -57,8 +57,8 @@ class AttentionBackend:
     def within_chunks(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device
     ) -> Tensor | None:
-        """Return ids (B, S) of the chunks in the first ``length`` tokens, which every mask treats like those of
-        documents; without chunks shorter than ``length``, return the ``documents_BS``."""
+        """Return ids (B, S) of the chunks in the first ``length`` tokens, which masks treat like documents;
+        without chunks shorter than ``length``, return ``documents_BS``."""
         if self.window is None or not self.chunked or self.window >= length:
             return documents_BS
         places = torch.arange(length, device=device).expand(rows, -1)

@@ -67,7 +67,7 @@ class HFConfig:
 
     Attributes:
         display_name: the family in messages, such as "a Llama".
-            multimodal_type: model_type of a config.json with more than text, whose text_config is this model's.
+            multimodal_type: model_type of a config.json whose text_config describes a model of the family.
             classifies: whether transformers has the family with a classification head.
             head_dim: default; None means ``hidden_size / num_attention_heads``.
             n_kv_heads: default; None here, or null in the file, means ``num_attention_heads``.

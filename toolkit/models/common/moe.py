@@ -183,7 +183,7 @@ class Experts(nn.Module):
         order_M = flat_M.argsort(stable=True)
         place_M = inverse(order_M)
         rows_MD = _Sort.apply(x_TD, order_M, place_M, experts_Tk.shape[1])
-        if before := self.args.score_before_experts:
+        if self.args.score_before_experts:
             weights_M = Permute.apply(weights_Tk.flatten(), order_M, place_M)
             rows_MD = rows_MD * weights_M[:, None].to(rows_MD.dtype)
             weights_Tk = torch.ones_like(weights_Tk)

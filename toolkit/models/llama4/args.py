@@ -30,7 +30,7 @@ assert _SCOUT.moe is not None
 
 PRESETS = {
     "llama4": {
-        # Chunks and steps of the temperature are shorter than a debug sequence; every other block has experts.
+        # Chunks and steps of the temperature are shorter than a debug sequence.
         "debugmodel": replace(
             _SCOUT, dim=256, n_layers=6, n_heads=8, n_kv_heads=2, ffn_dim=512, vocab_size=2048, head_dim=32,
             sliding_window=16, irope=IRoPEArgs(temperature_floor=16),

@@ -21,8 +21,8 @@ _OWN = (
 
 
 class Llama4Config(HFConfig):
-    """A config.json whose blocks have chunked attention, or full attention without RoPE at equal distances. Of
-    a multimodal model, text_config is read; the text model alone is written."""
+    """A config.json whose blocks have chunked attention, or, at equal distances, full attention without RoPE.
+    The text_config of a multimodal model is read; only text models are written."""
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
         if values.get("model_type") == self.multimodal_type:
@@ -36,15 +36,14 @@ class Llama4Config(HFConfig):
         if given.values.get("layer_types", kinds := _layer_types(layers, interval)) != kinds:
             given.reject("layer_types", 'must be "chunked_attention" with RoPE and "full_attention" without')
         every = given.count("interleave_moe_layer_step", 1)
-        if given.values.get("moe_layers", with_experts := list(range(every - 1, layers, every))) != with_experts:
-            given.reject("moe_layers", f"must be every block of interleave_moe_layer_step, {with_experts}")
+        if given.values.get("moe_layers", sparse := list(range(every - 1, layers, every))) != sparse:
+            given.reject("moe_layers", f"must be every block of interleave_moe_layer_step, {sparse}")
         ffn_dim = given.count("intermediate_size_mlp", 16384)
         irope = _irope(given)
         given.finish(f"{path} does not describe {self.display_name} that is supported")
         args = super().read({key: it for key, it in values.items() if key not in _OWN}, path)
-        return replace(
-            args, ffn_dim=ffn_dim, sliding_window=chunk, full_attention_step=interval, irope=irope
-        )  # fmt: skip
+        args = replace(args, ffn_dim=ffn_dim, sliding_window=chunk, irope=irope)
+        return replace(args, full_attention_step=interval)
 
     def write(self, args: ModelArgs, **others: Any) -> dict[str, Any]:
         irope, interval = args.irope, args.full_attention_step
@@ -115,7 +114,7 @@ def _interval(given: Fields, layers: int) -> int:
     if not isinstance(listed, list) or (listed := listed[:layers]) != _rope_layers(layers, interval):
         interval = listed.index(0) + 1 if isinstance(listed, list) and 0 in listed else 0
         if listed != _rope_layers(layers, interval):
-            given.reject("no_rope_layers", "must have a 0 at equal distances from the beginning, and 1 elsewhere")
+            given.reject("no_rope_layers", "must be 0 at equal distances, and else 1")
     return interval
 
 
