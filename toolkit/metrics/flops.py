@@ -30,8 +30,8 @@ def attention_flops(args: ModelArgs, layer: int, seq_len: int, causal: bool) -> 
     seen = min(seq_len, args.window(layer) or seq_len)
     per_pair = 2 * args.n_heads * (args.head_dim + args.v_head_dim)
     if args.irope:
-        whole, rest = divmod(seq_len, seen)
-        square = per_pair * (whole * seen**2 + rest**2) // seq_len
+        whole, rest = divmod(seq_len, max(seen, 1))
+        square = per_pair * (whole * seen**2 + rest**2) // max(seq_len, 1)
         return square // 2 if causal else square
     square = per_pair * seen
     return square - square * seen // (2 * seq_len) if causal else square

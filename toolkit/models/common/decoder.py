@@ -38,9 +38,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         windows = dict.fromkeys(map(args.window, range(args.n_layers)))
-        self.backends = {
-            window: attention_backend(attention, window, args.irope is not None) for window in windows
-        }
+        chunked = args.irope is not None
+        self.backends = {window: attention_backend(attention, window, chunked) for window in windows}
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by index, so that names do not change when a pipeline stage drops blocks.
         self.layers = nn.ModuleDict(
