@@ -16,6 +16,7 @@ from toolkit.errors import DataError
 from toolkit.models.common.args import IRoPEArgs, MoEArgs
 from toolkit.models.common.moe import Router
 from toolkit.models.on_disk import read_hf_config
+from toolkit.weights.hf_assets import special_tokens_of
 from toolkit.weights.safetensors import SafetensorsFolder
 
 VISION = {
@@ -43,7 +44,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
 
     options = FAMILIES["llama4"].options | {
         "vocab_size": 307, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 2, "bos_token_id": 5, "eos_token_id": [7, 8],
     }  # fmt: skip
     config = Llama4Config(text_config=options, vision_config=VISION, image_token_index=300)
     torch.manual_seed(1)
@@ -51,6 +52,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     for tensor in reference.language_model.parameters():
         torch.nn.init.normal_(tensor, std=0.15)
     reference.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
     stored = load_file(tmp_path / "model.safetensors")
     assert {name.partition(".")[0] for name in stored} == {
         "language_model", "vision_model", "multi_modal_projector",
@@ -61,6 +63,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     with torch.no_grad():
         found, expected = read(tmp_path)(tokens), reference(input_ids=tokens).logits
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert special_tokens_of(source) == {"bos": 5, "eos": [7, 8]}
     with pytest.raises(DataError, match="text_config: must describe the text model"):
         read_hf_config(_rewrite(tmp_path, text_config=None))
     with pytest.raises(DataError, match="architectures"):
