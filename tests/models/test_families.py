@@ -223,7 +223,9 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
 
     optional = ("head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings")
     absent = (*optional, "num_key_value_heads", "use_sliding_window")  # which leaves the window unused
-    without = name == "mixtral" or "kv_lora_rank" in FAMILIES[name].options  # these have no such switch
+    without = (
+        name in ("mixtral", "llama4") or "kv_lora_rank" in FAMILIES[name].options
+    )  # these have no such switch
     window = {} if without else {"sliding_window": 4096}
     folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, **window)
     args, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder)
@@ -238,7 +240,8 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
         theirs.tie_word_embeddings,
     )
     windows = [args.window(layer) for layer in range(args.n_layers)]
-    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    local = "chunked_attention" if args.irope else "sliding_attention"
+    layer_types = ["full_attention" if window is None else local for window in windows]
     assert getattr(theirs, "layer_types", layer_types) == layer_types
 
 

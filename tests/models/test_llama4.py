@@ -1,4 +1,4 @@
-"""What Llama 4 has that other families have not: a multimodal folder, and fields of its config.json."""
+"""Multimodal folders of Llama 4, fields of its config.json, and its choice of experts."""
 
 from __future__ import annotations
 

@@ -43,10 +43,16 @@ CASES: list[Bad] = [
             "lora_has_targets",
             f"finetune.lora.target_modules={target} {LORA} model.name={name}",
             f'"{target}" is not a linear layer, and LoRA adapts no routers and experts of this model',
-            "use some of wq, wk, wv, wo, q_proj",
+            fix,
         )
-        for name, targets in (("gpt_oss", ("experts", "w1", "gate")), ("llama4", ("experts", "gate")))
-        for target in targets
+        for name, target, fix in (
+            *(
+                ("gpt_oss", target, "use some of wq, wk, wv, wo, q_proj")
+                for target in ("experts", "w1", "gate")
+            ),
+            ("llama4", "experts", "use some of wq, wk, wv, wo, w1, w2, w3, q_proj"),
+            ("llama4", "gate", "did you mean gate_proj?"),  # of dense blocks and shared experts
+        )
     ),
     bad(
         "dora_has_no_experts",

@@ -1,5 +1,6 @@
-"""Llama 4, of text: RoPE in blocks of chunked attention and none in those of full attention, and one of many
-experts for each token beside a shared one (ai.meta.com/blog/llama-4-multimodal-intelligence)."""
+"""The text models of Llama 4: blocks with chunked attention and RoPE, every fourth with full attention and no
+RoPE, and one expert per token next to a shared one (https://ai.meta.com/blog/llama-4-multimodal-intelligence).
+"""
 
 from __future__ import annotations
 
