@@ -125,6 +125,8 @@ WORDS: dict[str, Settings] = {
     "mla2": {"model.name": "deepseek_v2", "model.flavor": "debugmodel", "model.n_kv_heads": 8},
     # Sinks, biases of everything, and a window of half a row in every other block.
     "gpt_oss": {"model.name": "gpt_oss", "model.flavor": "debugmodel", "model.ffn_dim": None},
+    # Chunks of half a row; every other block has experts, and every fourth neither RoPE nor chunks.
+    "llama4": {"model.name": "llama4", "model.flavor": "debugmodel"},
     "moe-wide": {"model.name": "experts", "model.flavor": "wide"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
@@ -270,6 +272,7 @@ CURVES = (
     "mla",
     "mla2",
     "gpt_oss",
+    "llama4",
     "moe-wide",
     "router",
     "aux",
@@ -397,6 +400,9 @@ FAST = [
     # Sinks and biases.
     "tp2 gpt_oss aux AC-full",
     "shard2 ep2 gpt_oss aux AC-op",
+    # Chunks, and scores before experts.
+    "tp2 ep2 llama4 aux AC-full",
+    "shard2 cp2 llama4 aux AC-op",
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
@@ -503,6 +509,19 @@ MORE = [
     "tp2 gpt_oss compiled",
     "shard2 gpt_oss compiled AC-full",
     "shard2 gpt_oss float32 AC-op",
+    # Chunks, and scores before experts.
+    "shard2 llama4 aux accumulate3",
+    "tp2 llama4 aux-seq tied",
+    "cp2 llama4 unmasked",
+    "cp2 ring llama4 aux",
+    "cp2 ring llama4 unmasked AC-full",
+    "pp2 1F1B llama4 aux",
+    "pp2 ZBVZeroBubble never llama4 tied",
+    "shard2 ep2 llama4 aux AC-op",
+    "shard2 tp2 ep2 llama4 aux",
+    "tp2 llama4 compiled",
+    "shard2 llama4 compiled AC-full",
+    "shard2 llama4 float32 AC-op",
     # Other families.
     "shard2 cp2 tp2 qwen3 AC-full",
     "shard2 cp2 tp2 gated tied AC-op accumulate3",
@@ -889,6 +908,9 @@ FINETUNED_MORE = [
     "tp2 gpt_oss lora",
     "shard2 ep2 gpt_oss lora AC-full",
     "shard2 qlora gpt_oss",
+    "tp2 llama4 lora",
+    "shard2 ep2 llama4 lora AC-full",
+    "shard2 qlora llama4",
     "shard2 ep2 moe dpo",
     "shard2 tp2 ep2 moe dpo AC-full",
     "shard2 compiled moe lora",

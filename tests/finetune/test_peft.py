@@ -59,7 +59,8 @@ EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
         (name, kind)
         for name, family in FAMILIES.items()
         for kind in ("lora", "dora", "prefix")
-        if kind != "prefix" or not {"sliding_window", "kv_lora_rank"} & family.options.keys()
+        if kind != "prefix"
+        or not {"sliding_window", "attention_chunk_size", "kv_lora_rank"} & family.options.keys()
         if kind != "dora"
         or not {"num_experts", "num_local_experts", "n_routed_experts"} & family.options.keys()
     ],

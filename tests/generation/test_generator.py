@@ -88,8 +88,12 @@ LATENT = small("deepseek_v3", n_layers=2, n_heads=4, n_kv_heads=4, head_dim=None
 SINKS = small("gpt_oss", n_layers=2, ffn_dim=None)
 """With sinks, and a window in the first block alone."""
 
+CHUNKED = replace(small("llama4", n_layers=2), sliding_window=7, full_attention_step=2)
+"""With chunks that are shorter than all rows here, beside a block without RoPE."""
+KINDS = {"all": ARGS, "window": WINDOWED, "latent": LATENT, "sinks": SINKS, "chunks": CHUNKED}
 
-@pytest.mark.parametrize("args", [ARGS, WINDOWED, LATENT, SINKS], ids=["all", "window", "latent", "sinks"])
+
+@pytest.mark.parametrize("args", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("attention", "products"), [("sdpa", False), ("blockwise", False), ("sdpa", True)])
 def test_a_chunk_after_others(
     args: ModelArgs, attention: str, products: bool, monkeypatch: pytest.MonkeyPatch
@@ -158,8 +162,8 @@ def test_products_of_a_token_where_torchs_kernel_is_slower(monkeypatch: pytest.M
     assert not token_attention.takes(query, shared, 100) and not token_attention.takes(query, own, 10_000)
 
 
-@pytest.mark.parametrize("args", [ARGS, WINDOWED, SINKS], ids=["all", "window", "sinks"])
-def test_compiled(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["all", "window", "sinks", "chunks"])
+def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without breaks for all steps, of 64 columns or more, another for each capacity; its cache is
     used again."""
     graphs = []
@@ -171,7 +175,7 @@ def test_compiled(args: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiler(step: Step) -> Any:
         return torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
 
-    generator = Generator(build(args, torch.float32))
+    generator = Generator(build(KINDS[name], torch.float32))
     texts = generator.generate(PROMPTS, max_new_tokens=40, sampling=DRAWN)
     monkeypatch.setattr(module, "CAPACITY_STEP", 256)
     compiled = Generator(generator.model, compiler=compiler)

@@ -74,6 +74,22 @@ def test_every_other_window():
     assert fine_tuning_flops(args, Finetune(), seq_len=seq_len) == expected
 
 
+def test_chunks():
+    """In Llama 4 Scout, 36 blocks of 48 see 8,192 tokens, or what is left of a sequence, and one expert of 16
+    beside the shared one computes a token."""
+    args, seq_len = resolve("llama4", "17B-16E"), 20480
+    per_pair = 12 * 40 * 128
+    seen = (2 * 8192**2 + 4096**2) / seq_len
+    parameters = 6 * (17_172_894_720 - 202048 * 5120)
+    expected = parameters + per_pair * (36 * seen + 12 * seq_len)
+    assert flops_per_token(args, seq_len=seq_len) == expected
+    assert fine_tuning_flops(args, Finetune(), seq_len=seq_len) == expected
+    half = parameters + per_pair * (36 * seen + 12 * seq_len) / 2
+    assert flops_per_token(args, seq_len=seq_len, causal=True) == half
+    for length in (0, 8192):
+        assert flops_per_token(args, seq_len=length) == parameters + per_pair * 48 * length
+
+
 # Sizes beside which norms, of which torch counts nothing, an adapter of rank 1 and the attention of one block
 # in backward are small: 3%, where one of the parts that are counted is 10% or more.
 SMALL = small(dim=256, ffn_dim=512, vocab_size=512)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -33,11 +35,16 @@ WINDOWS = (1, 3, 64, 150)
 
 
 def attend(
-    name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1, window: int | None = None
+    name: str,
+    qkv: list[Tensor],
+    documents: Tensor | None,
+    pieces: int = 1,
+    window: int | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """By so many equal pieces of the queries, each with the keys until its end, as ranks that share a
     sequence do."""
-    backend = attention_backend(name, window)
+    backend = attention_backend(name, window, chunked)
     q, k, v = qkv
     size = LENGTH // pieces
     outputs = []
@@ -49,15 +56,24 @@ def attend(
 
 
 def by_definition(
-    qkv: list[Tensor], documents: Tensor | None, window: int, sinks_H: Tensor | None = None
+    qkv: list[Tensor],
+    documents: Tensor | None,
+    window: int,
+    sinks_H: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
-    """Attention of each token to those of its document among the last ``window``, itself included, and to the
-    sinks, which have no values."""
+    """Attention of each token to those of its document among the last ``window``, itself included, or of its
+    chunk of that many, and to the sinks, which have no values."""
     q, k, v = qkv
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bihe,bjhe->bhij", q, k) / q.shape[-1] ** 0.5
     before = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     seen = (before >= 0) & (before < window)
+    if chunked:
+        ids = documents if documents is not None else torch.zeros(1, LENGTH)
+        chunks = [[place // window for run in _runs(row) for place in range(run)] for row in ids.tolist()]
+        chunk = torch.tensor(chunks)[:, None]
+        seen = (before >= 0) & (chunk[..., None] == chunk[..., None, :])
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None])
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -66,12 +82,22 @@ def by_definition(
     return torch.einsum("bhij,bjhe->bihe", scores.softmax(-1)[..., :LENGTH], v)
 
 
+def _runs(ids: list[float]) -> list[int]:
+    """The lengths of the runs of equal ids."""
+    return [len(list(run)) for _, run in groupby(ids)]
+
+
 def with_gradients(
-    name: str, qkv: list[Tensor], documents: Tensor | None, pieces: int = 1, window: int | None = None
+    name: str,
+    qkv: list[Tensor],
+    documents: Tensor | None,
+    pieces: int = 1,
+    window: int | None = None,
+    chunked: bool = False,
 ) -> list[Tensor]:
     """The result, and the gradients of queries, keys and values of :func:`weighed`."""
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out = attend(name, leaves, documents, pieces, window)
+    out = attend(name, leaves, documents, pieces, window, chunked)
     return [out.detach(), *torch.autograd.grad(weighed(out), leaves)]
 
 

@@ -19,6 +19,8 @@ class Family:
 
     Attributes:
         theirs: how the names of transformers' classes begin.
+        config: the same of its config's class, if that is another.
+        classifies: whether it has a class with a classification head.
         parameters: the counts that the model cards tell by ``model.flavor``, a tied head once.
         template: trl's copy of its chat template, if it has one.
         options: of its small model, beside those of all.
@@ -30,6 +32,8 @@ class Family:
     template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     active: Mapping[str, int] = field(default_factory=dict)
+    config: str | None = None
+    classifies: bool = True
 
 
 _MLA: dict[str, Any] = {
@@ -40,6 +44,10 @@ _MLA: dict[str, Any] = {
 }  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 FAMILIES = {
@@ -112,6 +120,26 @@ FAMILIES = {
         },
         active={"20B": 4_187_440_704, "120B": 5_711_982_912},
     ),
+    # Chunks and steps of the temperature that are shorter than most texts; every other block has experts.
+    "llama4": Family(
+        "Llama4", {"17B-16E": 107_769_861_120, "17B-128E": 400_711_848_960},
+        options={
+            "num_local_experts": 8, "head_dim": 32, "attention_chunk_size": 13, "floor_scale": 20,
+            "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2, "rope_parameters": _LLAMA3_ROPE,
+        },
+        active={"17B-16E": 17_172_894_720, "17B-128E": 17_184_691_200},
+        config="Llama4Text", classifies=False,
+    ),
+    # As the larger one is: queries and keys are not normalized. The choice of several experts is ours alone.
+    "llama4-maverick": Family(
+        "Llama4", {},
+        options={
+            "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "attention_chunk_size": 64,
+            "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [0, 0, 0],
+        },
+        config="Llama4Text", classifies=False,
+    ),
     # The form of the largest DeepSeek-V2: groups, scaled weights and latent queries.
     "deepseek_v2-grouped": Family(
         "DeepseekV2", {},
@@ -134,7 +162,7 @@ def save_transformers(
 
     family = FAMILIES[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family.theirs}Config")(
+    config = getattr(transformers, f"{family.config or family.theirs}Config")(
         **dict(
             vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,

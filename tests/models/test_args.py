@@ -95,7 +95,7 @@ def test_rope_scaling_factor():
 @pytest.mark.parametrize(
     "name, flavor, key, words",
     [
-        ("llama4", "8B", "model.name", "llama"),
+        ("llama5", "8B", "model.name", "llama"),
         ("llama-3.1", "8B", "model.name", "llama3.1?"),
         ("llama3_1", "8B", "model.name", "llama3.1?"),
         ("llama3.1", "8b", "model.flavor", "mean 8B?"),

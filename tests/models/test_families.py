@@ -24,6 +24,7 @@ from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
 from toolkit.generation.generator import Generator
+from toolkit.models.common.args import Classifier
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.hf_config import HFConfig
 from toolkit.models.common.parameter_table import Init
@@ -94,7 +95,7 @@ def test_logits_loss_and_gradients(name: str, tied: bool, tmp_path: Path) -> Non
         if not row.experts or row.fused:
             [theirs] = theirs
         if row.fused:
-            theirs = theirs[..., row.fused.first :: row.fused.count].movedim(-1, 1)
+            theirs = theirs[..., row.fused.columns(row.shape[1])].movedim(-1, 1)
         if row.rotary:
             pairs = ours.unflatten(0, (-1, model.args.head_dim // 2, 2))
             ours = pairs.transpose(1, 2).reshape(theirs.shape)
@@ -181,13 +182,19 @@ def test_files_come_back_as_they_were_from_a_mesh(tmp_path: Path) -> None:
         _check_alike(tmp_path / name)
 
 
-@every_family
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.classifies])
 def test_a_classifier_gives_the_scores_of_transformers(name: str, tmp_path: Path) -> None:
     reference = save_transformers(tmp_path / "hf", name, kind="SequenceClassification")
     model, tokens = read(tmp_path / "hf"), tokens_and_labels(2, 50)[0].clamp(min=1)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[:, -1], reference(tokens).logits, atol=1e-5, rtol=1e-5)
     _there_and_back(tmp_path)
+
+
+def test_a_classifier_that_transformers_lacks_is_not_written() -> None:
+    args = replace(resolve("llama4", "debugmodel"), classifier=Classifier(("a", "b")))
+    with pytest.raises(DataError, match="transformers has no Llama4ForSequenceClassification"):
+        spec("llama4").hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
 
 
 @every_family
@@ -216,7 +223,9 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
 
     optional = ("head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings")
     absent = (*optional, "num_key_value_heads", "use_sliding_window")  # which leaves the window unused
-    without = name == "mixtral" or "kv_lora_rank" in FAMILIES[name].options  # these have no such switch
+    without = (
+        name in ("mixtral", "llama4") or "kv_lora_rank" in FAMILIES[name].options
+    )  # these have no such switch
     window = {} if without else {"sliding_window": 4096}
     folder = _config_without(tmp_path, name, *absent, num_attention_heads=32, **window)
     args, theirs = read_hf_config(folder), AutoConfig.from_pretrained(folder)
@@ -231,7 +240,8 @@ def test_an_absent_field_is_what_it_is_for_transformers(name: str, tmp_path: Pat
         theirs.tie_word_embeddings,
     )
     windows = [args.window(layer) for layer in range(args.n_layers)]
-    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    local = "chunked_attention" if args.irope else "sliding_attention"
+    layer_types = ["full_attention" if window is None else local for window in windows]
     assert getattr(theirs, "layer_types", layer_types) == layer_types
 
 

@@ -72,6 +72,7 @@ class Case:
     packing: int | None = 0
     """Which of ``PACKINGS``; None is whole rows."""
     window: int | None = None
+    chunked: bool = False
 
 
 CASES = [
@@ -87,6 +88,11 @@ CASES = [
         for them in product((2, 4), (True, False), (2,), (0, None), (3, 64))
     ),
     *(Case("ring", 4, True, 8, 2, window) for window in (1, 25, 26, 150)),
+    *(
+        Case(name, 4, True, 2, packing, window, chunked=True)
+        for name in ("sdpa", "blockwise", "varlen", "flex", "ring")
+        for packing, window in ((0, 30), (None, 64), (None, 150))
+    ),
 ]
 
 COUNTED = [Case("sdpa", 4, True), Case("sdpa", 2, True, 2, None), Case("ring", 4, True, 2, None)]
@@ -102,7 +108,10 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
     whole = [x.requires_grad_(trained) for x in inputs(8, case.kv_heads, dtype)]
     mine = [shards.shard(x.detach()).requires_grad_(trained) for x in whole]
     mask = attention.mask(documents, ROWS, LENGTH // case.size, torch.device("cpu"))
-    found, expected = attention(*mine, mask), attend("sdpa", whole, documents, window=case.window)
+    found, expected = (
+        attention(*mine, mask),
+        attend("sdpa", whole, documents, window=case.window, chunked=case.chunked),
+    )
     distances = [found - shards.shard(expected)]
     if trained:
         # Of a rank, its share of the sum over the sequence: the ranks add up the gradients.
@@ -115,8 +124,9 @@ def _beside_whole(case: Case, mesh: DeviceMesh) -> float:
 def _attention(case: Case, mesh: DeviceMesh) -> AttentionBackend:
     shards = SequenceShards(mesh.get_local_rank(), case.size, case.balanced)
     if case.backend == "ring":
-        return RingAttention(shards, mesh, case.window)
-    return ContextParallelAttention(attention_backend(case.backend, case.window), shards, mesh)
+        return RingAttention(shards, mesh, case.window, case.chunked)
+    inner = attention_backend(case.backend, case.window, case.chunked)
+    return ContextParallelAttention(inner, shards, mesh)
 
 
 def _costs(case: Case, mesh: DeviceMesh) -> tuple[dict[str, int], int]:
@@ -225,10 +235,12 @@ def test_a_run_with_a_ring_is_the_run_that_gathers(world: list[dict[str, Any]], 
 
 def test_a_ring_on_cuda_has_no_documents_and_no_window() -> None:
     ring = RingAttention.__new__(RingAttention)
-    ring.shards, ring.window = SequenceShards(0, 2), 2 * LENGTH - 1
+    ring.shards, ring.window, ring.chunked = SequenceShards(0, 2), 2 * LENGTH - 1, False
     with pytest.raises(ValueError, match="supports no mask: documents"):
         ring.mask(PACKED, ROWS, LENGTH, torch.device("cuda"))
     with pytest.raises(ValueError, match="supports no mask: tokens"):
         ring.mask(None, ROWS, LENGTH, torch.device("cuda"))
     ring.window = 2 * LENGTH
+    assert ring.mask(None, ROWS, LENGTH, torch.device("cuda")) is None
+    ring.chunked = True
     assert ring.mask(None, ROWS, LENGTH, torch.device("cuda")) is None

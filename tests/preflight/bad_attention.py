@@ -33,6 +33,13 @@ CASES: list[Bad] = [
         'set it to "varlen", or training.seq_len to 16 or less',
         hardware=H100,
     ),
+    bad(
+        "attention_takes_window",
+        "model.attention=flash data.document_mask=false model.name=llama4",
+        "has no chunked attention, and the model's chunk, 16 tokens, is shorter than a sequence",
+        'set it to "varlen", or training.seq_len to 16 or less',
+        hardware=H100,
+    ),
     *(
         bad(
             "attention_takes_sinks",

@@ -47,6 +47,13 @@ CASES = [
     ),
     bad("classes_valid", f"{_PREFIX}.label_names=a,a {LABELS}", "'a' is not unique", prepare=GOOD),
     bad(
+        "classifier_has_a_class",
+        f"{LABELS} model.name=llama4",
+        "transformers has no Llama4ForSequenceClassification",
+        "set it to 0, or use another model",
+        prepare=GOOD,
+    ),
+    bad(
         "classifier_reads_labels",
         f"data.format=messages {LABELS}",
         "rows with a text and a label",

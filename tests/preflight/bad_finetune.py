@@ -41,11 +41,18 @@ CASES: list[Bad] = [
     *(
         bad(
             "lora_has_targets",
-            f"finetune.lora.target_modules={target} {LORA} model.name=gpt_oss",
+            f"finetune.lora.target_modules={target} {LORA} model.name={name}",
             f'"{target}" is not a linear layer, and LoRA adapts no routers and experts of this model',
-            "use some of wq, wk, wv, wo, q_proj",
+            fix,
         )
-        for target in ("experts", "w1", "gate")
+        for name, target, fix in (
+            *(
+                ("gpt_oss", target, "use some of wq, wk, wv, wo, q_proj")
+                for target in ("experts", "w1", "gate")
+            ),
+            ("llama4", "experts", "use some of wq, wk, wv, wo, w1, w2, w3, q_proj"),
+            ("llama4", "gate", "did you mean gate_proj?"),  # of dense blocks and shared experts
+        )
     ),
     bad(
         "dora_has_no_experts",
@@ -88,7 +95,11 @@ CASES: list[Bad] = [
     *(
         bad("adapter_fits_attention", f"{adapter} model.name={name}", says, 'set it to "lora"')
         for adapter in ("finetune.adapter=prefix_tuning", "finetune.adapter=llama_adapter")
-        for name, says in (("deepseek_v2", "one vector"), ("gpt_oss", "sinks are part of the softmax"))
+        for name, says in (
+            ("deepseek_v2", "one vector"),
+            ("gpt_oss", "sinks are part of the softmax"),
+            ("llama4", "learned keys have no position"),
+        )
     ),
     bad(
         "prefix_has_a_backend",

@@ -120,4 +120,12 @@ CASES = [
         world=2,
         hardware=H100,
     ),
+    bad(
+        "ring_has_a_kernel",
+        f"{ROTATE}=alltoall {CP}=2 data.document_mask=false model.name=llama4",
+        "has no chunked attention, and the model's chunk, 16 tokens",
+        'training.seq_len to 16 or less, or keep "allgather"',
+        world=2,
+        hardware=H100,
+    ),
 ]

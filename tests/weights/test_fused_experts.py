@@ -1,4 +1,4 @@
-"""Experts that a Hugging Face folder fuses, with gate and up interleaved, in bf16 and in MXFP4."""
+"""Experts that a Hugging Face folder fuses, gate and up side by side or interleaved, in bf16 and in MXFP4."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from toolkit.weights.safetensors import SafetensorsFolder
 QUANTIZED = {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}
 
 
-def publish(folder: Path, *, quantized: bool, **fields: object) -> tuple[ModelArgs, dict[str, Tensor]]:
+def publish(
+    folder: Path, *, quantized: bool, name: str = "gpt_oss", **fields: object
+) -> tuple[ModelArgs, dict[str, Tensor]]:
     """A small model as the large one is published, and its weights by name as they should be read."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    args = resolve("gpt_oss", "debugmodel", n_layers=2, dim=96, n_heads=6, vocab_size=320)
+    args = resolve(name, "debugmodel", n_layers=2, dim=96, n_heads=6, vocab_size=320)
     config = spec(args.family).hf_config().write(args, dtype="bfloat16", bos=0, eos=1, pad=None)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED} | fields))
+    config |= {"quantization_config": QUANTIZED} if quantized else {}
+    (folder / "config.json").write_text(json.dumps(config | fields))
     torch.manual_seed(1)
     files: dict[str, Tensor] = {}
     expected = {}
@@ -43,15 +46,17 @@ def publish(folder: Path, *, quantized: bool, **fields: object) -> tuple[ModelAr
     return args, expected
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_weights_and_regions_of_them_are_those_of_transformers(quantized: bool, tmp_path: Path) -> None:
-    args, expected = publish(tmp_path, quantized=quantized)
+@pytest.mark.parametrize(("name", "quantized"), [("gpt_oss", False), ("gpt_oss", True), ("llama4", False)])
+def test_weights_and_regions_of_them_are_those_of_transformers(
+    name: str, quantized: bool, tmp_path: Path
+) -> None:
+    args, expected = publish(tmp_path, quantized=quantized, name=name)
     source = SafetensorsFolder(tmp_path)
     assert source.args == args and source.note == ""
     for name, row in table(args).items():
         if (fused := row.fused) is None:
             continue
-        whole = expected[row.hf][..., fused.first :: fused.count].movedim(-1, 1)
+        whole = expected[row.hf][..., fused.columns(row.shape[1])].movedim(-1, 1)
         assert source.tensors[name].dtype == torch.bfloat16 and source.tensors[name].shape == whole.shape
         assert torch.equal(source.read(name), whole), name
         for part in (3, 7):  # at bounds of blocks and within them

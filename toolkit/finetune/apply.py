@@ -56,10 +56,11 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
     """Add an adapter to the attention of the blocks, on the meta device, in place.
 
     Raises:
-        ConfigError: the model has attention sinks.
+        ConfigError: the model has attention sinks or chunks.
     """
-    if args.sinks:
-        rule, fix = "attention sinks support no learned keys", 'use finetune.adapter = "lora"'
+    if args.sinks or args.irope:
+        what = "attention sinks" if args.sinks else "chunks of attention"
+        rule, fix = f"{what} support no learned keys", 'use finetune.adapter = "lora"'
         raise ConfigError(Problem(rule, fix, "finetune.adapter", options.adapter))
     if options.adapter == "prefix_tuning":
         from toolkit.finetune.prefix import apply_prefix

@@ -80,6 +80,7 @@ class _PackedAttention(Attention):
         self.packed = joined(plain.wq, plain.wk, plain.wv)
         self.keys = plain.wk.out_features // plain.head_dim
         self.backend, self.head_dim, self.adapter = plain.backend, plain.head_dim, None
+        self.rope, self.norm_eps = plain.rope, plain.norm_eps
         self.wo, self.q_norm, self.k_norm, self.sinks = plain.wo, plain.q_norm, plain.k_norm, plain.sinks
 
     @staticmethod
@@ -94,7 +95,11 @@ class _PackedAttention(Attention):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = qk_BSHE.split([queries, self.keys], dim=2)
             qk_BSHE = torch.cat((self.q_norm(q_BSHE), self.k_norm(k_BSKE)), dim=2)
-        q_BSHE, k_BSKE = rotate(qk_BSHE, rotations).split([queries, self.keys], dim=2)
+        if self.rope and self.norm_eps is None:
+            q_BSHE, k_BSKE = rotate(qk_BSHE, rotations).split([queries, self.keys], dim=2)
+        else:
+            q_BSHE, k_BSKE = qk_BSHE.split([queries, self.keys], dim=2)
+            q_BSHE, k_BSKE = self.place(q_BSHE, k_BSKE, rotations)
         return self.attend(q_BSHE, k_BSKE, v_BSKE, mask)
 
 

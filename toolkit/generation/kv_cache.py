@@ -7,7 +7,7 @@ end, so that all continue in the same column; shorter rows begin with padding, w
 Latent attention caches one latent vector and one rotated key per token, from which all heads' keys and values
 are made.
 
-With a sliding window, a token reads only the columns in its window, but all columns are stored.
+With a sliding window or chunks, a token reads only the columns in its window, but all columns are stored.
 
 Full buffers grow by half. For a compiled forward of one token, buffers are fixed: shapes and addresses do not
 change, and the column to write to and the columns to attend to are tensors; unwritten columns are masked.
@@ -71,7 +71,7 @@ class KVCache:
         self.started = False
         self.column.zero_()
         self.padding.copy_(torch.tensor(padding))
-        self.padded = any(padding)
+        self.padded, self.paddings = any(padding), list(padding)
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next ``count`` tokens: (S,), or (B, S) if rows begin at different
@@ -131,15 +131,22 @@ class KVCache:
             seen_BT = (self.columns <= self.column) & (self.columns >= self.padding[:, None])
             if reach := plain.reach(len(self.columns)):
                 seen_BT &= self.columns > self.column - reach
+            elif plain.chunked and plain.window:
+                place_B1 = self.column - self.padding[:, None]
+                seen_BT &= self.columns >= self.column - place_B1 % plain.window
             return CacheWindow(0, len(self.columns), seen_BT[:, None, None], column=self.column)
         start, end = self.length, self.length + length
         real_BT = torch.arange(end, device=device) >= self.padding[:, None] if self.padded else None
         if length == 1:
             oldest = end - (plain.reach(end) or end)
+            if plain.chunked and plain.window and plain.window < end:
+                firsts = [start - (start - padding) % plain.window for padding in self.paddings]
+                oldest, begins = min(firsts), torch.tensor(firsts, device=device)
+                real_BT = torch.arange(end, device=device) >= begins[:, None] if self.padded else None
             mask = None if real_BT is None else real_BT[:, None, None, oldest:]
             return CacheWindow(start, end, mask, oldest=oldest)
         # Padding is a separate document, so that no softmax row is empty. Not every backend supports padding.
-        backend = plain if real_BT is None or plain.takes_padding else SDPA(plain.window)
+        backend = plain if real_BT is None or plain.takes_padding else SDPA(plain.window, plain.chunked)
         documents = None if real_BT is None else real_BT.long()
         mask = backend.mask(documents, len(self.padding), end, device, first=start)
         return CacheWindow(start, end, mask, backend)

@@ -3,7 +3,7 @@
 As in PaLM and torchtitan: 6 per parameter outside the embedding table that computes the token (of experts,
 the chosen ones), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not. The
 head dim is the mean of the keys' and the values'. A sliding window shorter than the sequence replaces the
-sequence length. Recomputation for activation checkpointing does not count.
+sequence length, and so does the mean chunk. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> f
 def attention_flops(args: ModelArgs, layer: int, seq_len: int, causal: bool) -> int:
     """Return the FLOPs per token of the forward of attention in block ``layer``, without its projections."""
     seen = min(seq_len, args.window(layer) or seq_len)
-    square = 2 * args.n_heads * (args.head_dim + args.v_head_dim) * seen
+    per_pair = 2 * args.n_heads * (args.head_dim + args.v_head_dim)
+    if args.irope:
+        whole, rest = divmod(seq_len, max(seen, 1))
+        square = per_pair * (whole * seen**2 + rest**2) // max(seq_len, 1)
+        return square // 2 if causal else square
+    square = per_pair * seen
     return square - square * seen // (2 * seq_len) if causal else square
 
 

@@ -32,7 +32,7 @@ def read_hf_config(folder: Path) -> ModelArgs:
     model_type = values.get("model_type") or families()[0]
     configs = {family: spec(family).hf_config() for family in families()}
     for family, config in configs.items():
-        if model_type == config.model_type:
+        if model_type in (config.model_type, config.multimodal_type):
             return replace(config.read(values, path), family=family)
     known = join_or(repr(config.model_type) for config in configs.values())
     raise DataError(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
+    "llama4",
 )  # fmt: skip
 """Folders next to this file. A config.json without model_type belongs to the first family."""
 

@@ -33,7 +33,7 @@ class ContextParallelAttention(AttentionBackend):
     """
 
     def __init__(self, inner: AttentionBackend, shards: SequenceShards, mesh: DeviceMesh):
-        super().__init__(inner.window)
+        super().__init__(inner.window, inner.chunked)
         self.inner = inner
         self.takes_sinks = inner.takes_sinks
         self.shards = shards
@@ -82,7 +82,9 @@ def apply_context_parallel(
     """Make the attention backend of every block context-parallel, in place; ``ring`` selects ring attention
     instead of all-gathers."""
     model.backends = {
-        window: RingAttention(shards, mesh, window) if ring else ContextParallelAttention(inner, shards, mesh)
+        window: RingAttention(shards, mesh, window, inner.chunked)
+        if ring
+        else ContextParallelAttention(inner, shards, mesh)
         for window, inner in model.backends.items()
     }
     for module in model.modules():

@@ -40,8 +40,10 @@ result, which has no weight in the combination."""
 class RingAttention(AttentionBackend):
     """Causal attention of this rank's queries to the keys and values of all ranks, one rank at a time."""
 
-    def __init__(self, shards: SequenceShards, mesh: DeviceMesh, window: int | None = None):
-        super().__init__(window)
+    def __init__(
+        self, shards: SequenceShards, mesh: DeviceMesh, window: int | None = None, chunked: bool = False
+    ):
+        super().__init__(window, chunked)
         self.shards = shards
         self.group = mesh.get_group()
 
@@ -49,6 +51,7 @@ class RingAttention(AttentionBackend):
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
         """Return the full sequences' ``documents_BS``, from which each pair of chunks builds its mask."""
+        documents_BS = self.within_chunks(documents_BS, rows, length * self.shards.size, device)
         if documents_BS is not None and device.type == "cuda":
             raise ValueError("the flash kernel supports no mask: documents would attend to one another")
         if self.reach(length * self.shards.size) and device.type == "cuda":

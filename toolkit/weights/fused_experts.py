@@ -1,7 +1,7 @@
 """Read experts from Hugging Face tensors that fuse them, in plain dtypes or in MXFP4.
 
-:class:`~toolkit.models.common.parameter_table.Fused` is the layout. Elements of two parameters alternate in
-such a tensor, so reading one reads the bytes of both. In MXFP4 (OCP Microscaling Formats 1.0), rows are
+:class:`~toolkit.models.common.parameter_table.Fused` is the layout. If elements of two parameters alternate,
+reading one reads the bytes of both. In MXFP4 (OCP Microscaling Formats 1.0), rows are
 those of our weights, and 32 elements of a row share a scale, a power of two. An element has 4 bits; the first
 of two is the low half of a byte.
 """
@@ -24,24 +24,26 @@ _EXPONENT_BIAS = 127
 
 
 def read_fused(
-    place: TensorPlace, scales: TensorPlace | None, fused: Fused, region: Region, out: Tensor
+    place: TensorPlace, scales: TensorPlace | None, fused: Fused, size: int, region: Region, out: Tensor
 ) -> None:
     """Read a ``region`` of a parameter (E, N) or (E, N, K) into ``out``, expert by expert. ``place`` is the
-    tensor (E, N · count) or (E, K, N · count); with ``scales`` (E, N · count, K / 32), it is in MXFP4.
+    tensor (E, N · count) or (E, K, N · count), with N = ``size``; with ``scales`` (E, N · count, K / 32), it
+    is in MXFP4.
 
     Raises:
         DataError: a file cannot be read or ends too early.
     """
     experts, rows, *columns = region
-    both = slice(rows.start * fused.count, rows.stop * fused.count)
+    own = fused.columns(size, rows)
+    span = slice(own.start, own.stop)
     for expert, target in zip(range(experts.start, experts.stop), out, strict=True):
         if scales is None:
-            stored = _read(_of_expert(place, expert), (*columns, both))
-            target.copy_(stored[..., fused.first :: fused.count].movedim(-1, 0))
+            stored = _read(_of_expert(place, expert), (*columns, span))
+            target.copy_(stored[..., :: own.step].movedim(-1, 0))
         else:
             bytes_NK = replace(place, shape=(*scales.shape[:2], scales.shape[2] * FP4_BLOCK // 2))
             places = _of_expert(bytes_NK, expert), _of_expert(scales, expert)
-            target.copy_(_read_fp4(*places, both, columns[0])[fused.first :: fused.count])
+            target.copy_(_read_fp4(*places, span, columns[0])[:: own.step])
 
 
 def _of_expert(place: TensorPlace, expert: int) -> TensorPlace:

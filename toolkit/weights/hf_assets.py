@@ -94,6 +94,7 @@ def special_tokens_of(source: WeightSource) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for name in (CONFIG, GENERATION_CONFIG):
         values = read_object(base.place / name) if (base.place / name).is_file() else {}
+        values = {**(values.get("text_config") or {}), **values}  # of a multimodal model
         ids = {key: values.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
         found |= {key: value for key, value in ids.items() if value is not None}
     return found

@@ -97,9 +97,9 @@ class Published(View):
         if row.fused:
             fused = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
             for part, _ in ((ours, index), *others):
-                layout = self._rows[part].fused
+                layout, size = self._rows[part].fused, self._rows[part].shape[1]
                 assert layout is not None
-                fused[..., layout.first :: layout.count] = self.base.read(part).movedim(1, -1)
+                fused[..., layout.columns(size)] = self.base.read(part).movedim(1, -1)
             return fused
         if row.experts:
             return self.base.read(ours, (slice(index, index + 1), *whole(self.tensors[name].shape)))[0]

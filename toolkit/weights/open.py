@@ -25,6 +25,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.io.json_fields import Fields, check_heads, is_count, is_size
 from toolkit.models.common.args import (
     Classifier,
+    IRoPEArgs,
     LinearScaling,
     MLAArgs,
     ModelArgs,
@@ -104,6 +105,7 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
         classifier=_classifier(given),
         moe=_moe(given),
         mla=_mla(given),
+        irope=_irope(given),
     )
     _reject_unknown(given, ModelArgs)
     check_heads(
@@ -133,7 +135,15 @@ def _mla(given: Fields) -> MLAArgs | None:
     return MLAArgs(q_lora_rank=rank, **{name: inner.count(name) for name in names})
 
 
-def _reject_unknown(given: Fields, kind: type[ModelArgs] | type[MoEArgs] | type[MLAArgs]) -> None:
+def _irope(given: Fields) -> IRoPEArgs | None:
+    if (inner := given.inner("irope")) is None:
+        return None
+    _reject_unknown(inner, IRoPEArgs)
+    temperature = inner.positive("temperature") if inner.values.get("temperature") else 0.0
+    return IRoPEArgs(inner.flag("qk_norm"), temperature, inner.count("temperature_floor"))
+
+
+def _reject_unknown(given: Fields, kind: type) -> None:
     for name in given.values.keys() - {field.name for field in fields(kind)}:
         given.reject(name, "is not a model field of this toolkit")
 
@@ -198,6 +208,7 @@ def _moe(given: Fields) -> MoEArgs | None:
         bias=inner.flag("bias"),
         swiglu_limit=inner.positive("swiglu_limit") if inner.values.get("swiglu_limit") else 0.0,
         swiglu_alpha=inner.positive("swiglu_alpha", MoEArgs.swiglu_alpha),
+        score_before_experts=inner.flag("score_before_experts"),
         **sizes,
     )
     for name, rule in {} if inner.problems else moe.broken_rules().items():

@@ -59,7 +59,8 @@ class SafetensorsFolder:
         region = whole(stored.shape) if region is None else region
         out = new_output(stored.shape, stored.dtype, region, out)
         if row is not None and row.fused is not None:
-            read_fused(self._places[name][0], self._scales.get(name, {}).get(0), row.fused, region, out)
+            scales = self._scales.get(name, {}).get(0)
+            read_fused(self._places[name][0], scales, row.fused, row.shape[1], region, out)
         elif row is not None and row.experts:
             experts, *inside = region
             for expert, matrix in zip(range(experts.start, experts.stop), out, strict=True):

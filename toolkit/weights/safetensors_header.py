@@ -33,6 +33,8 @@ _SCALE = "_scale_inv"
 FP4, FP4_BLOCK = "MXFP4", 32
 """The dtype of quantized experts that are read, and the number of elements of a row that share a scale."""
 _FP4_BLOCKS, _FP4_SCALES = "_blocks", "_scales"
+_LANGUAGE, _VISION = "language_model.", ("vision_model.", "multi_modal_projector.")
+"""Prefixes of the names in a multimodal folder."""
 _BUFFER_BYTES = dict(BOOL=1, U8=1, I8=1, I16=2, U16=2, I32=4, U32=4, I64=8, U64=8, C64=8)
 _ALL_BYTES = ITEM_BYTES | _BUFFER_BYTES | {FP8: 1}
 _WEIGHTS = (*ITEM_BYTES, FP8, FP4)
@@ -59,7 +61,7 @@ class Entry:
 
 def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]:
     """Return the weights in a model's folder by their names in the files, and a note about what is ignored:
-    buffers, and a layer of multi-token prediction after the last block.
+    buffers, a layer of multi-token prediction after the last block, and what reads images.
 
     Names and shapes are not compared with ``args``. A tied embedding is always included; the head only if
     both are stored.
@@ -68,8 +70,10 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
         DataError: there are no weights, or weights in two formats; a file is missing, damaged or inconsistent
             with the index; or the model is quantized.
     """
-    rows, found = table(args), folder_entries(folder)
-    found, notes = _without_predictor(folder, found, f"model.layers.{args.n_layers}.")
+    rows = table(args)
+    found, notes = _without_vision(folder, folder_entries(folder))
+    found, predictor = _without_predictor(folder, found, f"model.layers.{args.n_layers}.")
+    notes += predictor
     found = _with_fp4(folder, _with_scales(folder, found, rows), rows)
     buffers = {name: entry.dtype for name, entry in found.items() if entry.dtype not in _WEIGHTS}
     notes.append(ignored_note(folder, buffers, found, rows.hf_shapes))
@@ -79,6 +83,16 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
         if head in entries and embedding not in entries:  # safetensors' save_model stores the pair like this
             entries[embedding] = entries.pop(head)
     return entries, "\n".join(filter(None, notes))
+
+
+def _without_vision(folder: Path, found: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """Return the tensors of the language model under their names without images, and a note about those that
+    read images."""
+    if not any(name.startswith(_LANGUAGE) for name in found):
+        return dict(found), []
+    kept = {it.removeprefix(_LANGUAGE): entry for it, entry in found.items() if not it.startswith(_VISION)}
+    what = f"{' and '.join(f'{name}*' for name in _VISION)}, {len(found) - len(kept):,} tensors"
+    return kept, [f"{folder} also stores {what}: ignored, images are not supported"]
 
 
 def _without_predictor(

@@ -84,6 +84,7 @@ class MoEArgs:
         bias: whether the router and the experts' matrices have biases.
         swiglu_limit, swiglu_alpha: if the limit is not 0, an expert's activation is that of
             :func:`~toolkit.models.common.swiglu.clamped_swiglu`.
+        score_before_experts: whether scores multiply the inputs of experts instead of their outputs.
     """
 
     num_experts: int
@@ -101,6 +102,7 @@ class MoEArgs:
     bias: bool = False
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 1.702
+    score_before_experts: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Return whether block ``layer`` has experts."""
@@ -161,6 +163,23 @@ class MLAArgs:
 
 
 @dataclass(frozen=True)
+class IRoPEArgs:
+    """Interleaved RoPE, as in Llama 4.
+
+    Blocks with a window have RoPE and attend within chunks of that many tokens, counted from the beginning of
+    each document. Blocks with full attention have no RoPE, and multiply the query at a position by
+    1 + ``temperature`` · ln(1 + ⌊(position + 1) / ``temperature_floor``⌋) (arXiv:2501.19399).
+
+    Attributes:
+        qk_norm: whether each head of queries and keys is normalized after RoPE, without weights.
+    """
+
+    qk_norm: bool = True
+    temperature: float = 0.1
+    temperature_floor: int = 8192
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """Hyperparameters of an architecture.
 
@@ -168,9 +187,9 @@ class ModelArgs:
     before RoPE. With ``qkv_bias``, the query, key and value projections have biases, and with ``out_bias``
     the output projection. With ``sinks``, each head has a learned logit in the denominator of its softmax
     (arXiv:2309.17453). With a ``sliding_window``, a token attends to itself and the ``sliding_window`` - 1
-    tokens before it, except in every ``full_attention_step``-th block. ``family`` is the name of the
-    :class:`~toolkit.models.common.spec.ModelSpec`. A model with a ``classifier`` has no LM head and no tied
-    weights.
+    tokens before it, except in every ``full_attention_step``-th block; with ``irope``, windows are chunks.
+    ``family`` is the name of the :class:`~toolkit.models.common.spec.ModelSpec`. A model with a
+    ``classifier`` has no LM head and no tied weights.
     """
 
     dim: int
@@ -195,11 +214,16 @@ class ModelArgs:
     classifier: Classifier | None = None
     moe: MoEArgs | None = None
     mla: MLAArgs | None = None
+    irope: IRoPEArgs | None = None
 
     def window(self, layer: int) -> int | None:
-        """Return the sliding window of block ``layer``, or None."""
+        """Return the sliding window, or chunk, of block ``layer``, or None."""
         full = self.full_attention_step and (layer + 1) % self.full_attention_step == 0
         return None if full else self.sliding_window
+
+    def has_rope(self, layer: int) -> bool:
+        """Return whether block ``layer`` has RoPE."""
+        return self.irope is None or self.window(layer) is not None
 
     @property
     def rope_dim(self) -> int:
@@ -223,7 +247,7 @@ WRAP_CLASSES = ("TransformerBlock", "Embedding", "OutputHead", *INNER_CLASSES)
 """Module classes of a decoder that can be FSDP units."""
 _FIXED = {
     "rope_scaling", "qk_norm", "qkv_bias", "out_bias", "sinks", "sliding_window", "full_attention_step",
-    "family", "classifier", "moe", "mla",
+    "family", "classifier", "moe", "mla", "irope",
 }  # fmt: skip
 _OVERRIDES = {field.name for field in fields(ModelArgs)} - _FIXED | {"rope_scaling_factor"}
 

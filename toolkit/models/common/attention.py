@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.cpu.blockwise_attention import document_starts
+
 AttentionMask = Any
 """The return value of a backend's ``mask``, built once per forward and passed to every block."""
 Prefix = tuple[Tensor, Tensor]
@@ -20,7 +22,8 @@ Prefix = tuple[Tensor, Tensor]
 class AttentionBackend:
     """softmax(q kᵀ / √E) v, causal and within documents; each KV head serves H / K query heads.
 
-    With a ``window``, a query attends only to itself and the ``window`` - 1 tokens before it.
+    With a ``window``, a query attends only to itself and the ``window`` - 1 tokens before it. If ``chunked``,
+    documents are instead split into chunks of ``window`` tokens, and a query attends within its chunk.
     ``takes_sinks``: ``sinks_H`` are logits, one per head, that join the denominator of the softmax.
     ``takes_padding``: rows may begin with padding, as a separate document of any length, in any dtype.
     ``takes_latents``: latent attention passes latent vectors as the keys and values of one head.
@@ -30,8 +33,8 @@ class AttentionBackend:
     takes_padding = False
     takes_latents = False
 
-    def __init__(self, window: int | None = None):
-        self.window = window
+    def __init__(self, window: int | None = None, chunked: bool = False):
+        self.window, self.chunked = window, chunked and window is not None
 
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
@@ -48,8 +51,20 @@ class AttentionBackend:
         raise NotImplementedError
 
     def reach(self, length: int) -> int | None:
-        """Return the window, or None if it is not shorter than ``length`` tokens."""
-        return self.window if self.window is not None and self.window < length else None
+        """Return the sliding window, or None if it is not shorter than ``length`` tokens."""
+        return None if self.window is None or self.chunked or self.window >= length else self.window
+
+    def within_chunks(
+        self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device
+    ) -> Tensor | None:
+        """Return ids (B, S) of the chunks in the first ``length`` tokens, which masks treat like documents;
+        without chunks shorter than ``length``, return ``documents_BS``."""
+        if self.window is None or not self.chunked or self.window >= length:
+            return documents_BS
+        places = torch.arange(length, device=device).expand(rows, -1)
+        if documents_BS is not None:
+            places = places - document_starts(documents_BS[:, :length])
+        return (places % self.window == 0).cumsum(1)
 
 
 _CLASSES = {
@@ -58,6 +73,6 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def attention_backend(name: str, window: int | None = None) -> AttentionBackend:
+def attention_backend(name: str, window: int | None = None, chunked: bool = False) -> AttentionBackend:
     """Return the backend ``name``, imported on demand because two backends import torch's compiler."""
-    return getattr(import_module(f"{__package__}.attention_{name}"), _CLASSES[name])(window)
+    return getattr(import_module(f"{__package__}.attention_{name}"), _CLASSES[name])(window, chunked)

@@ -19,6 +19,7 @@ class Blockwise(AttentionBackend):
     ) -> Tensor | None:
         """Return the index (B, Q) of the first key visible to each query, given documents and window; None if
         it is always the first of the row."""
+        documents_BS = self.within_chunks(documents_BS, rows, length, device)
         starts_BQ = None if documents_BS is None else document_starts(documents_BS[:, :length])[:, first:]
         if (window := self.reach(length)) is None:
             return starts_BQ

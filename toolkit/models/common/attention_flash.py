@@ -20,6 +20,7 @@ class Flash(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
+        documents_BS = self.within_chunks(documents_BS, rows, length, device)
         if documents_BS is not None:
             raise ValueError("the flash kernel supports no mask: documents would attend to one another")
         if self.reach(length):

@@ -37,6 +37,7 @@ class FlexAttention(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> BlockMask:
+        documents_BS = self.within_chunks(documents_BS, rows, length, device)
         window = self.reach(length)
 
         def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class SDPA(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Tensor | None:
+        documents_BS = self.within_chunks(documents_BS, rows, length, device)
         if documents_BS is None:
             return causal_mask(length, device, first, self.reach(length))
         return attention_mask(documents_BS[:, :length], first, self.reach(length))

@@ -45,6 +45,7 @@ class VarlenAttention(AttentionBackend):
     def mask(
         self, documents_BS: Tensor | None, rows: int, length: int, device: torch.device, *, first: int = 0
     ) -> Documents:
+        documents_BS = self.within_chunks(documents_BS, rows, length, device)
         if documents_BS is None:
             keys = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
         else:

@@ -19,7 +19,7 @@ from toolkit.models.common.latent_attention import LatentAttention
 from toolkit.models.common.lm_head import OutputHead
 from toolkit.models.common.moe import MoE
 from toolkit.models.common.rms_norm import RMSNorm
-from toolkit.models.common.rope import rope_rotations
+from toolkit.models.common.rope import query_scales, rope_rotations
 from toolkit.models.common.swiglu import swiglu
 
 
@@ -38,7 +38,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         windows = dict.fromkeys(map(args.window, range(args.n_layers)))
-        self.backends = {window: attention_backend(attention, window) for window in windows}
+        chunked = args.irope is not None
+        self.backends = {window: attention_backend(attention, window, chunked) for window in windows}
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by index, so that names do not change when a pipeline stage drops blocks.
         self.layers = nn.ModuleDict(
@@ -79,12 +80,14 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=h_BSD.device)
         if self.layers:  # a stage with only the embedding or the head needs no mask, which is large
             rotations = rope_rotations(self.args, positions, h_BSD.dtype)
+            scales = query_scales(self.args, positions, h_BSD.dtype) if self.args.irope else rotations
             masks = {
                 window: self.backends[window].mask(documents, len(h_BSD), positions.shape[-1], h_BSD.device)
                 for window in dict.fromkeys(self.args.window(int(name)) for name in self.layers)
             }
             for name, block in self.layers.items():
-                out = block(h_BSD, rotations, masks[self.args.window(int(name))])
+                place = rotations if self.args.has_rope(int(name)) else scales
+                out = block(h_BSD, place, masks[self.args.window(int(name))])
                 h_BSD = self.block_sums.hidden(out, name)
         if self.norm is None or self.output is None:
             return h_BSD
@@ -101,7 +104,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: ModelArgs, attention: AttentionBackend, layer: int = 0):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = (LatentAttention if args.mla else Attention)(args, attention)
+        self.attention = LatentAttention(args, attention) if args.mla else Attention(args, attention, layer)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.moe: MoE | None = None
         self.feed_forward: FeedForward | None = None

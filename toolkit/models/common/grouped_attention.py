@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.models.common.args import ModelArgs
@@ -25,15 +26,17 @@ class Sinks(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary position embeddings.
+    """Grouped-query attention with rotary position embeddings, if block ``layer`` has them.
 
     Raises:
         ValueError: the model has sinks, which the backend does not support.
     """
 
-    def __init__(self, args: ModelArgs, backend: AttentionBackend):
+    def __init__(self, args: ModelArgs, backend: AttentionBackend, layer: int = 0):
         super().__init__()
         self.backend = backend
+        self.rope = args.has_rope(layer)
+        self.norm_eps = args.norm_eps if args.irope and args.irope.qk_norm else None
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
@@ -55,7 +58,18 @@ class Attention(nn.Module):
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        return self.attend(rotate(q_BSHE, rotations), rotate(k_BSKE, rotations), v_BSKE, mask)
+        return self.attend(*self.place(q_BSHE, k_BSKE, rotations), v_BSKE, mask)
+
+    def place(self, q_BSHE: Tensor, k_BSKE: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rotated queries and keys, normalized if ``norm_eps`` is set; without RoPE, ``rotations`` are
+        factors of the queries (:func:`~toolkit.models.common.rope.query_scales`)."""
+        if not self.rope:
+            return (q_BSHE * rotations).to(q_BSHE.dtype), k_BSKE
+        q_BSHE, k_BSKE = rotate(q_BSHE, rotations), rotate(k_BSKE, rotations)
+        if self.norm_eps is None:
+            return q_BSHE, k_BSKE
+        shape = (self.head_dim,)
+        return F.rms_norm(q_BSHE, shape, eps=self.norm_eps), F.rms_norm(k_BSKE, shape, eps=self.norm_eps)
 
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: AttentionMask) -> Tensor:
         """Attend with rotated queries and keys, through the adapter if any. Returns (B, S, D)."""

@@ -67,6 +67,8 @@ class HFConfig:
 
     Attributes:
         display_name: the family in messages, such as "a Llama".
+            multimodal_type: model_type of a config.json whose text_config describes a model of the family.
+            classifies: whether transformers has the family with a classification head.
             head_dim: default; None means ``hidden_size / num_attention_heads``.
             n_kv_heads: default; None here, or null in the file, means ``num_attention_heads``.
             sliding_window: default (null in the file means no window); None if the family has no windows.
@@ -85,6 +87,8 @@ class HFConfig:
     sliding_window: int | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    multimodal_type: str | None = None
+    classifies: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
@@ -142,9 +146,12 @@ class HFConfig:
         """Build the config.json of a model with weights of ``dtype``, readable by transformers 4 and 5.
 
         Raises:
-            DataError: the family's config.json cannot describe the model's experts.
+            DataError: the family's config.json cannot describe the model's experts or classification head.
         """
         scaling, classifier = args.rope_scaling, args.classifier
+        if classifier and not self.classifies:
+            raise DataError(f"transformers has no {self.classifier}, as which {self.display_name} with a "
+                            "classification head would be written")  # fmt: skip
         fields: dict[str, Any] = {
             "architectures": [self.classifier if classifier else self.architecture],
             "attention_dropout": 0.0,

@@ -131,7 +131,10 @@ class Router(nn.Module):
         logits_TE = self.gate(x_TD)
         wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         scores_TE = wide.softmax(-1) if args.score_func == "softmax" else wide.sigmoid()
-        experts_Tk = self.kept[0] if self.kept else self._choose(scores_TE.detach(), bias_E)
+        # Large logits have the same sigmoid in fp32, where published code chooses by logits.
+        plain = args.score_func == "sigmoid" and bias_E is None and not args.num_expert_groups
+        compared_TE = (wide if plain else scores_TE).detach()
+        experts_Tk = self.kept[0] if self.kept else self._choose(compared_TE, bias_E)
         if self.kept is not None and not self.kept:
             self.kept.append(experts_Tk)
         weights_Tk = scores_TE.gather(1, experts_Tk)
@@ -174,11 +177,16 @@ class Experts(nn.Module):
         self.dispatch: Dispatch | None = None  # set by expert parallelism
 
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
-        """Return the weighted sum of the experts' outputs for each token."""
+        """Return the weighted sum of the experts' outputs for each token, or the sum of their outputs for its
+        weighted hidden states."""
         flat_M = experts_Tk.flatten()
         order_M = flat_M.argsort(stable=True)
         place_M = inverse(order_M)
         rows_MD = _Sort.apply(x_TD, order_M, place_M, experts_Tk.shape[1])
+        if self.args.score_before_experts:
+            weights_M = Permute.apply(weights_Tk.flatten(), order_M, place_M)
+            rows_MD = rows_MD * weights_M[:, None].to(rows_MD.dtype)
+            weights_Tk = torch.ones_like(weights_Tk)
         counts_E = count(flat_M, self.num_experts)
         if self.dispatch is None:
             out_MD = self._compute(rows_MD, counts_E)

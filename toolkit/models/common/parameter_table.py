@@ -34,11 +34,20 @@ ONES = Init(mean=1.0)
 
 @dataclass(frozen=True)
 class Fused:
-    """Layout of a Hugging Face tensor that contains ``count`` parameters of all experts, interleaved in the
-    last dimension: this one has every ``count``-th column, from ``first`` on. Matrices are transposed."""
+    """Layout of a Hugging Face tensor that contains ``count`` parameters of all experts, side by side in the
+    last dimension: this one has the block of columns with the index ``first``, or, if ``interleaved``, every
+    ``count``-th column from ``first`` on. Matrices are transposed."""
 
     first: int = 0
     count: int = 1
+    interleaved: bool = False
+
+    def columns(self, size: int, rows: slice | None = None) -> slice:
+        """Return the columns that are ``rows`` of the parameter's ``size`` rows, by default all of them."""
+        rows = rows or slice(0, size)
+        if self.interleaved:
+            return slice(rows.start * self.count + self.first, rows.stop * self.count, self.count)
+        return slice(self.first * size + rows.start, self.first * size + rows.stop)
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,15 @@ def rope_rotations(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Te
     return rotations.to(precision)[..., None, :, :]
 
 
+def query_scales(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors (… S, 1, 1) of queries in blocks without RoPE; see
+    :class:`~toolkit.models.common.args.IRoPEArgs`. The dtype is that of :func:`rope_rotations`."""
+    assert args.irope is not None
+    floors = (positions.to(torch.float64) + 1).div(args.irope.temperature_floor).floor()
+    scales = 1 + args.irope.temperature * floors.log1p()
+    return scales.to(torch.promote_types(dtype, torch.float32))[..., None, None]
+
+
 def rotate(x_BSHE: Tensor, rotations: Tensor) -> Tensor:
     """Rotate adjacent pairs of elements, preserving the dtype.
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from toolkit.models.common.hub import Hub
 
 _FUSED = {
-    "w1": ("mlp.experts.gate_up_proj", Fused(0, 2)),
+    "w1": ("mlp.experts.gate_up_proj", Fused(0, 2, interleaved=True)),
     "w2": ("mlp.experts.down_proj", Fused()),
-    "w3": ("mlp.experts.gate_up_proj", Fused(1, 2)),
+    "w3": ("mlp.experts.gate_up_proj", Fused(1, 2, interleaved=True)),
 }
 
 

@@ -42,7 +42,7 @@ _WRONG_NAMES = {
 }
 """Common aliases of repository names."""
 
-_LOOKS_PUBLISHED = re.compile(r"(meta-)?llama-\d", re.IGNORECASE)
+_LOOKS_PUBLISHED = re.compile(r"(meta-)?llama-[1-3]", re.IGNORECASE)
 
 
 class _MetaHub(Hub):

@@ -23,11 +23,18 @@ def _chooser(run: PlannedRun) -> str:
 
 
 def active_window(run: PlannedRun) -> int | None:
-    """Return the model's sliding window, if the run's sequences are longer."""
+    """Return the model's sliding window, or chunk, if the run's sequences are longer."""
     validation = ["validation.seq_len"] if run.config.validation.enable else []
     longest = max(run.config.value(key) for key in ["training.seq_len", *validation])
     window = run.model.sliding_window if run.model else None
     return window if window is not None and window < longest else None
+
+
+def lacks_window(run: PlannedRun, window: int) -> str:
+    """Return what a kernel lacks that supports no mask."""
+    chunked = run.model is not None and run.model.irope is not None
+    what = ("chunked attention", "the model's chunk") if chunked else ("sliding window", "the model's")
+    return f"has no {what[0]}, and {what[1]}, {window} tokens, is shorter than a sequence"
 
 
 @rule()
@@ -79,7 +86,7 @@ def attention_takes_window(run: PlannedRun) -> list[Problem]:
     window = active_window(run)
     if run.hardware.device == "cpu" or run.attention != "flash" or window is None:
         return []
-    rule = f"this flash kernel has no window, and the model's, {window} tokens, is shorter than a sequence"
+    rule = f"this flash kernel {lacks_window(run, window)}"
     fix = f'set it to "varlen", or training.seq_len to {window} or less'
     return [run.problem("model.attention", rule, fix)]
 

@@ -24,7 +24,7 @@ _FOUND_BY = ("checkpoint.folder", "job.dump_folder", "checkpoint.enable")
 """Keys that locate a run's own checkpoint if no other key selects one."""
 _NEW = (
     "family", "qk_norm", "qkv_bias", "out_bias", "sinks", "sliding_window", "full_attention_step",
-    "classifier",
+    "classifier", "irope",
 )  # fmt: skip
 _SINCE_0_2 = {
     field.name: field.default for field in fields(ModelArgs) if field.name in _NEW

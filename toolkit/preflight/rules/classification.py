@@ -7,6 +7,7 @@ from collections import Counter
 from toolkit.data.build import corpora
 from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import Problem
+from toolkit.models.registry import spec
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _TABLE = "finetune.classification"
@@ -30,6 +31,18 @@ def classes_valid(run: PlannedRun) -> list[Problem]:
         return []
     rule = f"{doubled!r} is not unique" if doubled else "contains an empty name"
     return [run.problem(f"{_TABLE}.label_names", rule, "list each class once, in order")]
+
+
+@rule()
+def classifier_has_a_class(run: PlannedRun) -> list[Problem]:
+    """Check that transformers has the model with a classification head."""
+    if not run.config.finetune.classification.num_labels or run.model is None:
+        return []
+    form = spec(run.model.family).hf_config()
+    if form.classifies:
+        return []
+    rule = f"transformers has no {form.classifier}, which could read the trained model"
+    return [run.problem(f"{_TABLE}.num_labels", rule, "set it to 0, or use another model", "model.name")]
 
 
 @rule()

@@ -172,13 +172,15 @@ def freezing_acts(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def adapter_fits_attention(run: PlannedRun) -> list[Problem]:
-    """Check that adapters of keys and values have heads of their own to add to, and no sinks."""
+    """Check that adapters of keys and values have heads of their own to add to, and no sinks or chunks."""
     adapter = run.config.finetune.adapter
     if run.model is None or adapter not in ("prefix_tuning", "llama_adapter"):
         return []
-    if not run.model.mla and not run.model.sinks:
+    if not run.model.mla and not run.model.sinks and not run.model.irope:
         return []
-    rule = "attention sinks are part of the softmax over a token's own keys, and support no learned keys"
+    rule = "learned keys have no position, which chunks and blocks without RoPE depend on"
+    if run.model.sinks:
+        rule = "attention sinks are part of the softmax over a token's own keys, and support no learned keys"
     if run.model.mla:
         rule = "latent attention makes the keys and values of all heads from one vector, and takes no others"
     return [run.problem("finetune.adapter", rule, 'set it to "lora"')]

@@ -98,7 +98,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
     """Check that ring attention can use the flash kernel, whose log-sum-exp it needs."""
     if not _takes_ring(run):
         return []
-    from toolkit.preflight.rules.attention import active_window
+    from toolkit.preflight.rules.attention import active_window, lacks_window
 
     choice, on_gpu = run.attention, run.hardware.device != "cpu"
     head_dim, window = run.model.head_dim if run.model else 8, active_window(run) if on_gpu else None
@@ -116,7 +116,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
         ),
         (
             window is not None,
-            f"has no sliding window, and the model's, {window} tokens, is shorter than a sequence",
+            lacks_window(run, window or 0),
             f"training.seq_len to {window} or less",
         ),
     ]
