@@ -395,6 +395,7 @@ FAST = [
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
+    "shard2 tp2 ep2 moe muon balanced",
     # Another loss.
     "pp2 cp2 1F1B regularized tied accumulate3",
     # Weights of tokens.
@@ -762,6 +763,14 @@ MORE = [
     "pp2 tp2 Interleaved1F1B layers8 muon",
     "pp2 replicate2 shard2 ZBVZeroBubble never muon",
     "pp4 GPipe bare-ends muon",
+    "shard4 moe muon",
+    "tp2 moe muon",
+    "shard2 tp2 moe muon accumulate3",
+    "tp4 ep2 moe muon",
+    "replicate2 shard2 ep2 moe muon HYBRID_SHARD",
+    "pp2 shard2 1F1B ep2 moe muon balanced",
+    "cp2 ep2 gpt_oss muon",
+    "shard8 ep2 mla muon",
 ]
 """Layouts that only the full list runs."""
 
