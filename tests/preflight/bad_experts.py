@@ -37,7 +37,6 @@ CASES: list[Bad] = [
         f"set {EP} to 1, 2, 4 or 8",
         world=16,
     ),
-    bad("expert_parallel_runs", f"compile.enable {EXPERTS} {EP}=2", "rows each rank sends", "loss", world=2),
     bad(
         "expert_parallel_runs",
         f"{RESHARD}=2 {EXPERTS} {EP}=2",

@@ -33,10 +33,6 @@ def expert_parallel_runs(run: PlannedRun) -> list[Problem]:
     if run.config.parallelism.expert_parallel_degree == 1:
         return []
     problems = []
-    if run.config.compile.blocks:
-        rule = f"blocks cannot be compiled with {_EP} above 1: the host reads how many rows each rank sends"
-        fix = f'set {_EP} = 1, or compile.components = ["loss"]'
-        problems.append(run.problem("compile.enable", rule, fix, "compile.components", _EP))
     if isinstance(run.config.parallelism.fsdp_reshard_after_forward, int):
         rule = f"must not be a number with {_EP} above 1: experts are sharded over other ranks"
         problems.append(run.problem(_RESHARD, rule, f'set {_RESHARD} = "default"', _EP))
