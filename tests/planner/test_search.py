@@ -81,6 +81,7 @@ EXPERTS = {
     "ep full": f"{_EXPERTS} {_EP} 4 --activation_checkpoint.mode full",
     "ep op tp": f"{_EXPERTS} {_EP} 4 {LAYOUTS['tp op']}",
     "ep cp": f"{_EXPERTS} {_EP} 4 --parallelism.context_parallel_degree 2 --activation_checkpoint.mode none",
+    "ep etp": f"{_EXPERTS} {_EP} 2 --parallelism.expert_tensor_parallel_degree 2 {LAYOUTS['tp op']}",
     "ep pp": f"{_EXPERTS} {_EP} 2 --parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode full",
     "replicas": f"{_EXPERTS} {_EP} 2 --parallelism.data_parallel_replicate_degree 2",
     "dense first": "--model.name deepseek_v3 --model.flavor debugmodel --model.n_layers 5 --model.dim 512 "

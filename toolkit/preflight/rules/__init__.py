@@ -30,7 +30,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "parallelism.enable_async_tensor_parallel",
         "parallelism.disable_loss_parallel",
     ),
-    "experts": ("parallelism.expert_parallel_degree", "parallelism.tensor_parallel"),
+    "experts": ("parallelism.expert_", "parallelism.tensor_parallel"),
     "pipeline": ("parallelism.pipeline_parallel", "parallelism.module_fqns_per_model_part"),
     "fsdp": (
         "parallelism.fsdp",
