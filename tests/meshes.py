@@ -129,6 +129,7 @@ WORDS: dict[str, Settings] = {
     "llama4": {"model.name": "llama4", "model.flavor": "debugmodel"},
     "moe-wide": {"model.name": "experts", "model.flavor": "wide"},
     **{f"ep{size}": {"parallelism.expert_parallel_degree": size} for size in (2, 4, 8)},
+    **{f"etp{size}": {"parallelism.expert_tensor_parallel_degree": size} for size in (2, 4)},
     "aux": {"moe.aux_loss_coeff": 0.1, "moe.z_loss_coeff": 0.01},
     "aux-seq": {"moe.aux_loss_coeff": 0.1, "moe.aux_loss_scope": "sequence"},
     # What is sent to each rank is then known before the run.
@@ -388,6 +389,8 @@ FAST = [
     # Experts.
     "shard2 ep2 moe aux accumulate3",
     "shard2 ep2 moe aux tied balanced AC-op",
+    "shard2 ep2 moe aux compiled AC-op",
+    "shard2 tp2 ep2 etp2 moe aux balanced",
     "tp2 moe aux AC-op",
     "tp2 ep2 moe aux-seq",
     "cp2 ep2 moe aux-seq AC-full",
@@ -406,6 +409,7 @@ FAST = [
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
+    "shard2 tp2 ep2 moe muon balanced",
     # Another loss.
     "pp2 cp2 1F1B regularized tied accumulate3",
     # Weights of tokens.
@@ -473,6 +477,30 @@ MORE = [
     "pp2 shard2 tp2 Interleaved1F1B ep4 moe aux",
     "pp2 shard2 ZBVZeroBubble never ep2 moe aux tied",
     "shard8 ep8 moe aux",
+    # Experts split by tp too.
+    "shard2 tp2 ep2 etp2 moe aux-seq accumulate3 AC-full",
+    "shard2 tp2 ep2 etp2 moe aux compiled AC-op accumulate3",
+    "shard2 tp2 ep2 etp2 moe muon balanced",
+    "cp2 tp2 ep2 etp2 gpt_oss aux",
+    "cp2 tp2 ep2 etp2 mla aux compiled AC-full",
+    "shard2 tp4 ep2 etp4 moe aux",
+    "shard4 tp2 ep2 etp2 moe aux-seq tied",
+    "shard2 cp2 tp2 ep4 etp2 moe aux balanced",
+    "replicate2 shard2 tp2 ep2 etp2 moe aux HYBRID_SHARD",
+    "pp2 shard2 tp2 1F1B ep2 etp2 moe balanced",
+    "pp2 shard2 tp2 ZBVZeroBubble never ep2 etp2 moe aux",
+    # Compiled in parts.
+    "shard2 ep2 moe aux compiled accumulate3",
+    "shard2 ep2 moe aux compiled AC-full",
+    "shard2 ep2 moe aux compiled AC-2 reduce-once",
+    "tp2 ep2 moe aux-seq compiled",
+    "tp2 ep2 moe aux-seq compiled AC-full accumulate3",
+    "cp2 ep2 gpt_oss aux compiled AC-op",
+    "shard2 ep2 mla aux compiled AC-full",
+    "shard2 tp2 ep4 moe aux compiled AC-op accumulate3",
+    "pp2 shard2 1F1B ep2 moe aux compiled AC-full",
+    "pp2 shard2 ZBVZeroBubble never ep2 moe aux compiled",
+    "pp2 shard2 InterleavedZeroBubble never ep2 moe compiled AC-op",
     "shard8 ep4 moe aux-seq AC-full",
     "shard2 cp2 tp2 ep8 moe aux",
     # Latent attention.
@@ -790,6 +818,14 @@ MORE = [
     "pp2 tp2 Interleaved1F1B layers8 muon",
     "pp2 replicate2 shard2 ZBVZeroBubble never muon",
     "pp4 GPipe bare-ends muon",
+    "shard4 moe muon",
+    "tp2 moe muon",
+    "shard2 tp2 moe muon accumulate3",
+    "tp4 ep2 moe muon",
+    "replicate2 shard2 ep2 moe muon HYBRID_SHARD",
+    "pp2 shard2 1F1B ep2 moe muon balanced",
+    "cp2 ep2 gpt_oss muon",
+    "shard8 ep2 mla muon",
 ]
 """Layouts that only the full list runs."""
 
@@ -914,6 +950,10 @@ FINETUNED_MORE = [
     "shard2 ep2 moe dpo",
     "shard2 tp2 ep2 moe dpo AC-full",
     "shard2 compiled moe lora",
+    "shard2 ep2 compiled moe lora router AC-op",
+    "shard2 tp2 ep2 etp2 moe lora router AC-op",
+    "shard2 tp2 ep2 etp2 moe-wide qlora",
+    "shard2 ep2 compiled moe-wide qlora AC-full",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",

@@ -22,6 +22,7 @@ from toolkit.weights.open import open_weights
 MESHES: list[dict[str, int]] = [
     {"expert_parallel_degree": 4},
     {"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+    {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2},
     {},
     {"tensor_parallel_degree": 2},
 ]

@@ -130,6 +130,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "tp": {"parallelism": {"tensor_parallel_degree": 2}},
     "pp": {"parallelism": PP},
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
+    "compiled in parts": {
+        "model": {"name": "qwen3_moe", "ffn_dim": None},
+        "parallelism": {"expert_parallel_degree": 2},
+        "compile": {"enable": True, "backend": "aot_eager"},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    },
     "compiled tp": {
         "parallelism": {"tensor_parallel_degree": 2},
         "compile": {"enable": True, "backend": "aot_eager"},
@@ -141,8 +147,10 @@ def _run(folder: Path, tables: dict[str, Any], offload: bool) -> tuple[list[floa
     torch._dynamo.reset()
     Counted.gone.clear()
     options = {"mode": "full", "enable_activation_offloading": offload}
+    options |= tables.get("activation_checkpoint", {})
     training = {"steps": 2, "seq_len": 32, "local_batch_size": 4}
-    trainer = small_trainer(small_config(folder, **tables, training=training, activation_checkpoint=options))
+    tables = tables | {"training": training, "activation_checkpoint": options}
+    trainer = small_trainer(small_config(folder, **tables))
     trainer.train()
     losses = [record["loss"] for record in trainer.history]
     return losses, [weights_digest(model) for model in trainer.model_parts.models], len(Counted.gone)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch._inductor
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tests import mesh_runs
 from tests.finetune.adapters import adapted, adapter_of
 from tests.helpers import run_world
 from tests.models.small_llama import build, small, tokens_and_labels
@@ -21,6 +24,7 @@ from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Compile
 from toolkit.distributed.dtensor import clean_name
 from toolkit.models.common.decoder import Decoder
+from toolkit.parallel import expert_parallel
 from toolkit.parallel.activation_checkpoint import apply_activation_checkpoint
 from toolkit.parallel.compile import CompileClock, apply_compile, set_cache_folder
 
@@ -101,6 +105,32 @@ def test_a_block_is_one_graph_with_any_adapter_and_checkpoint(adapter: str, tmp_
         # Of an adapter the first block needs no gradient of its input: another graph.
         assert 1 <= counters["stats"]["unique_graphs"] <= 2, name
         assert not counters["graph_break"], name
+
+
+def _graphs_and_rows(folder: str, layout: str) -> tuple[list[int], list[int]]:
+    """Compiled graphs after each of five steps, and the rows that this rank received in each layer."""
+    torch._dynamo.reset()
+    counters.clear()
+    rows, read = [], expert_parallel._row_counts
+
+    def noted(*tensors: Any) -> tuple[list[int], list[int]]:
+        sent, received = read(*tensors)
+        rows.append(sum(received))
+        return sent, received
+
+    trainer, graphs = small_trainer(mesh_runs.configure(folder, layout)), []
+    with patch.object(expert_parallel, "_row_counts", noted):
+        for batch in islice(trainer.loader, 5):
+            trainer.train_step([batch], learning_rate=1e-2)
+            graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, rows
+
+
+def test_numbers_of_rows_of_experts_share_a_graph(tmp_path: Path) -> None:
+    for graphs, rows in run_world(_graphs_and_rows, 2, str(tmp_path), "shard2 ep2 moe aux compiled AC-full"):
+        assert len(set(rows)) > 10
+        # Attention, shared experts and experts of all layers but the first, which is whole; loss, its tail.
+        assert graphs == [6] * 5
 
 
 def test_only_the_components_named_are_compiled() -> None:

@@ -66,6 +66,7 @@ MORE = [
     "one qwen2",
     "one mistral",
     "shard2 muon accumulate3",
+    "shard2 ep2 moe muon balanced",
     "shard2 FULL_SHARD",
     "shard2 always",
     "shard2 by-class AC-2",

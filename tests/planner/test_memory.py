@@ -68,6 +68,19 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"ffn_dim": 172},
         "optimizer": {"name": "Muon"},
     },
+    "momentum of experts": {
+        "parallelism": {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
+        "model": {"name": "experts"},
+        "optimizer": {"name": "Muon"},
+    },
+    "experts that tp splits": {
+        "parallelism": {
+            "tensor_parallel_degree": 2,
+            "expert_parallel_degree": 2,
+            "expert_tensor_parallel_degree": 2,
+        },
+        "model": {"name": "experts"},
+    },
     "a base in 4 bits": {
         "parallelism": {**PIPELINE, "data_parallel_shard_degree": 2},
         "model": {"ffn_dim": 192},

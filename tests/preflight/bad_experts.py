@@ -6,6 +6,7 @@ from tests.models import moe_family  # noqa: F401 (registers the family "experts
 from tests.preflight.bad_runs import SHARD, TP, Bad, bad
 
 EP = "parallelism.expert_parallel_degree"
+ETP = "parallelism.expert_tensor_parallel_degree"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 EXPERTS = "model.name=experts"  # 8 of width 12, one shared, with a bias
 NO_BIAS = "model.name=qwen3_moe"
@@ -37,7 +38,23 @@ CASES: list[Bad] = [
         f"set {EP} to 1, 2, 4 or 8",
         world=16,
     ),
-    bad("expert_parallel_runs", f"compile.enable {EXPERTS} {EP}=2", "rows each rank sends", "loss", world=2),
+    bad(
+        "expert_parallel_divides",
+        f"{EP}=4 {ETP}=2 {TP}=2 {EXPERTS}",
+        f"dp_shard × cp (with {ETP} = 2), which is 2",
+        f"set {EP} to 1 or 2",
+        world=4,
+    ),
+    *(
+        bad(
+            "experts_are_whole_or_split_by_tp",
+            f"{ETP}=2 {EP}={ep} {TP}=4 {EXPERTS} model.n_kv_heads=4 model.n_heads=4",
+            f"must be 1 or {TP}, which is 4",
+            f"set {ETP} to 1 or 4",
+            world=8,
+        )
+        for ep in (1, 2)
+    ),
     bad(
         "expert_parallel_runs",
         f"{RESHARD}=2 {EXPERTS} {EP}=2",

@@ -139,7 +139,11 @@ class Parallelism(Table):
 
     expert_parallel_degree: Annotated[Degree, EXPERTS] = 1
     """Ranks over which the experts of each layer are divided: groups of adjacent ranks among dp_shard x cp x
-    tp. Must divide the number of experts."""
+    tp, or dp_shard x cp if tp splits experts. Must divide the number of experts."""
+
+    expert_tensor_parallel_degree: Annotated[Degree, EXPERTS] = 1
+    """Ranks over which the width of each expert is split under expert parallelism: 1, or
+    tensor_parallel_degree. Without it, tensor_parallel_degree always splits it."""
 
     elastic_meshes: Annotated[list[str], Needs("NNODES=MIN:MAX, MIN below MAX")] = []
     """Meshes that a job with NNODES=MIN:MAX may use, such as "dp_shard=3 tp=2"; the first that uses all ranks

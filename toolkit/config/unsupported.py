@@ -5,9 +5,6 @@ from __future__ import annotations
 
 _NO_DEEPEP = "tokens are sent to experts by all-to-all; other libraries are not supported"
 _NO_OVERLAP = "the all-to-all of experts does not overlap with other stages' computation"
-_NO_EXPERT_TP = (
-    "under expert parallelism experts are whole; without it, parallelism.tensor_parallel_degree splits them"
-)
 NO_GROUPED = "matmuls of experts have no low precision"
 _ROUTER_MM = "modes op and matmul save the router's choice of experts without it"
 NO_MX = (
@@ -35,7 +32,6 @@ REMOVED: _Keys = {
 UNSUPPORTED: _Keys = REMOVED | {
     "job.custom_config_module": ("", _NO_MODULE),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, _NO_OVERLAP),
-    "parallelism.expert_tensor_parallel_degree": (1, _NO_EXPERT_TP),
     "parallelism.expert_parallel_comm_backend": ("standard", _NO_DEEPEP),
     "checkpoint.enable_ft_dataloader_checkpoints": (True, _NO_TORCHFT),
     "checkpoint.initial_load_in_hf_quantized": (False, _NO_QUANTIZED),

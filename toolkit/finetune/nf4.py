@@ -166,7 +166,7 @@ nf4_grouped_linear = torch.library.custom_op(
 @nf4_grouped_linear.register_fake
 def _(x_MK: Tensor, packed: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
     return x_MK.new_empty(
-        len(x_MK), packed.shape[2] // BLOCK_BYTES * BLOCK if transposed else packed.shape[1]
+        x_MK.shape[0], packed.shape[2] // BLOCK_BYTES * BLOCK if transposed else packed.shape[1]
     )
 
 

@@ -2,11 +2,12 @@
 https://kellerjordan.github.io/posts/muon.
 
 The update of a matrix is its momentum, orthogonalized by five Newton-Schulz iterations, which need the full
-matrix. With FSDP, replication or tensor parallelism, one rank owns each matrix: an all-to-all gathers the
-shards on the owner, and another returns the shards of the update. Ownership is balanced by cost, and no work
-is duplicated. Communication and iterations use bfloat16, as in torch.optim.Muon: a rank sends about 4 bytes
-per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout can be
-compared with a single process.
+matrix. A stack of experts is one matrix per expert. With FSDP, replication, tensor or expert parallelism, one
+rank owns each matrix: an all-to-all gathers the shards on the owner, and another returns the shards of the
+update. Ownership is balanced by cost, and no work is duplicated; experts that a rank stores whole are its
+own, where that is balanced. Communication and iterations use bfloat16, as in torch.optim.Muon: a rank sends
+about 4 bytes per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout
+can be compared with a single process.
 
 Momentum is sharded like its parameter, so a checkpoint can be resumed on any mesh.
 """
@@ -40,32 +41,37 @@ _A, _B, _C = 3.4445, -4.775, 2.0315  # from the post
 BUCKET = 1 << 25
 """Number of elements of full matrices that a rank gathers at a time, plus one matrix."""
 
-Slices = tuple[slice, slice]
-"""Slices of the rows and of the columns of a matrix on a rank."""
+Slices = tuple[slice, ...]
+"""Slices of the experts, if they are stacked, of the rows and of the columns of a matrix on a rank."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter of a ``group``.
+    """A parameter of a ``group``, or some experts of one in which they are stacked.
 
     Attributes:
+            shape: (rows, columns), or (experts, rows, columns).
+            mine: its index in this rank's shard of the parameter.
             owner: rank that orthogonalizes it.
             senders: ranks that send their shards: the owner's replica, which has each shard once.
-            shards: row and column slices of each rank of the mesh.
+            shards: slices of each rank of the mesh.
     """
 
     parameter: nn.Parameter
     group: dict[str, Any]
+    shape: torch.Size
+    mine: slice
     owner: int
     senders: frozenset[int]
     shards: Sequence[Slices]
 
 
 class DistributedMuon(Optimizer):
-    """torch.optim.Muon over ``groups`` of matrices, plain or DTensors of one mesh, and AdamW over ``rest``.
+    """torch.optim.Muon over ``groups`` of matrices, plain or DTensors, and AdamW over ``rest``.
 
-    ``mesh`` is None for plain parameters; construction and steps are collective over the mesh. Groups have
-    the keys of torch.optim.Muon's groups, except ``ns_coefficients`` and ``eps``.
+    ``mesh`` is None for plain parameters; otherwise meshes of all parameters have its ranks in its order.
+    Construction and steps are collective over the mesh. Groups have the keys of torch.optim.Muon's groups,
+    except ``ns_coefficients`` and ``eps``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rest: AdamW, mesh: DeviceMesh | None):
@@ -76,7 +82,7 @@ class DistributedMuon(Optimizer):
         # Offloaded parameters are on the CPU, but are computed on the device.
         self._device = torch.device(mesh.device_type) if mesh is not None else None
         self._rank = mesh.mesh.flatten().tolist().index(dist.get_rank()) if mesh is not None else 0
-        self._buckets = _assign_owners(self.param_groups[: len(groups)], mesh)
+        self._buckets = _assign_owners(self.param_groups[: len(groups)], mesh, self._rank)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -127,7 +133,7 @@ class DistributedMuon(Optimizer):
             like,
         )
         del directions
-        full = {id(matrix): like.new_empty(matrix.parameter.shape) for matrix in owned}
+        full = {id(matrix): like.new_empty(matrix.shape) for matrix in owned}
         for (source, matrix), values in zip(incoming, received, strict=True):
             shard = full[id(matrix)][matrix.shards[source]]
             shard.copy_(values.view(shard.shape))
@@ -139,8 +145,8 @@ class DistributedMuon(Optimizer):
             like,
         )
         for matrix, values in zip(matrices, received, strict=True):
-            group, parameter = matrix.group, local(matrix.parameter)
-            rate = group["lr"] * _lr_ratio(matrix.parameter.shape, group["adjust_lr_fn"])
+            group, parameter = matrix.group, local(matrix.parameter)[matrix.mine]
+            rate = group["lr"] * _lr_ratio(matrix.shape, group["adjust_lr_fn"])
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(values.view(parameter.shape).to(parameter.device), alpha=-rate)
 
@@ -151,7 +157,8 @@ class DistributedMuon(Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(self.fresh_state(parameter, group))
-        gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])  # type: ignore[arg-type]
+        gradient: Tensor = local(parameter.grad)[matrix.mine]  # type: ignore[arg-type]
+        momentum = local(state["momentum_buffer"])[matrix.mine]
         momentum.lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         return direction.to(self._device, _precision(parameter))
@@ -179,19 +186,22 @@ def _exchange(
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """Bring the singular values of a matrix near 1, like torch.optim.Muon, in the dtype of ``x``."""
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=1e-7)
+    """Bring the singular values of a matrix, or of each of a stack, near 1, like torch.optim.Muon, in the
+    dtype of ``x``."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    norm = x.flatten(-2).norm(dim=-1)[..., None, None]
+    x = x.mT if is_tall else x
+    x = x / norm.clamp(min=1e-7)
+    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if is_tall else x
 
 
 def _lr_ratio(shape: torch.Size, adjust: str) -> float:
     """Return torch.optim.Muon's learning-rate factor for a matrix of this shape."""
-    rows, columns = shape
+    rows, columns = shape[-2:]
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
@@ -201,39 +211,64 @@ def _precision(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
 
 
-def _assign_owners(groups: Iterable[dict[str, Any]], mesh: DeviceMesh | None) -> list[list[Matrix]]:
-    """Assign each matrix, in order of decreasing cost, to the rank with the least work so far. Returns
-    buckets, each sorted by owner."""
-    shape = tuple(mesh.shape) if mesh is not None else (1,)
-    work, elements = ([0] * math.prod(shape) for _ in range(2))
+def _assign_owners(
+    groups: Iterable[dict[str, Any]], mesh: DeviceMesh | None, rank: int
+) -> list[list[Matrix]]:
+    """Assign each matrix, stacks first and then in order of decreasing cost, to the rank with the least work
+    so far; of several, to one that stores it whole. Returns buckets, each sorted by owner."""
+    ranks = mesh.size() if mesh is not None else 1
+    work, elements = ([0] * ranks for _ in range(2))
     buckets: dict[int, list[Matrix]] = defaultdict(list)
     parameters = [(parameter, group) for group in groups for parameter in group["params"]]
-    for parameter, group in sorted(parameters, key=lambda it: -_cost(it[0].shape)):
-        owner = work.index(min(work))
-        assert mesh is None or parameter.device_mesh == mesh
-        placements = tuple(parameter.placements) if mesh is not None else ()
-        senders, shards = _senders(shape, placements, owner), _shards(parameter.shape, shape, placements)
-        buckets[elements[owner] // BUCKET].append(Matrix(parameter, group, owner, senders, shards))
-        work[owner] += _cost(parameter.shape)
-        elements[owner] += parameter.numel()
+    for parameter, group in sorted(parameters, key=lambda it: (-it[0].ndim, -_cost(it[0].shape))):
+        mesh_shape: tuple[int, ...] = (1,)
+        placements: tuple[Placement, ...] = ()
+        if mesh is not None:
+            assert torch.equal(parameter.device_mesh.mesh.flatten(), mesh.mesh.flatten())
+            mesh_shape, placements = tuple(parameter.device_mesh.shape), tuple(parameter.placements)
+        for shape, mine, shards in _chunks(parameter.shape, mesh_shape, placements, rank, BUCKET):
+            whole, cost = math.prod(shape), _cost(shape)
+            owner = min(range(ranks), key=lambda it: (work[it], _size(shards[it]) < whole))  # noqa: B023
+            senders = _senders(mesh_shape, placements, owner)
+            matrix = Matrix(parameter, group, shape, mine, owner, senders, shards)
+            buckets[elements[owner] // BUCKET].append(matrix)
+            work[owner] += cost
+            elements[owner] += whole
     return [sorted(buckets[number], key=lambda it: it.owner) for number in sorted(buckets)]
 
 
 def _cost(shape: torch.Size) -> int:
-    short, long = sorted(shape)
-    return short**2 * (2 * long + short)
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * short**2 * (2 * long + short)
 
 
 @cache
-def _shards(
-    shape: torch.Size, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
-) -> list[Slices]:
+def _chunks(
+    shape: torch.Size, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], rank: int, largest: int
+) -> list[tuple[torch.Size, slice, list[Slices]]]:
+    """Return the shape, ``mine`` and ``shards`` of each :class:`Matrix` of a parameter: a stack of experts is
+    divided as FSDP over all ranks would do, or into chunks of at most ``largest`` elements."""
     shards = []
     for coordinate in product(*map(range, mesh_shape)):
         size, start = shape_and_offset_at(shape, mesh_shape, list(coordinate), placements)
-        rows, columns = (slice(first, first + count) for first, count in zip(start, size, strict=True))
-        shards.append((rows, columns))
-    return shards
+        shards.append(tuple(slice(first, first + count) for first, count in zip(start, size, strict=True)))
+    if len(shape) == 2:
+        return [(shape, slice(None), shards)]
+    step = min(math.ceil(shape[0] / len(shards)), max(1, largest // math.prod(shape[1:])))
+    chunks = []
+    for first in range(0, shape[0], step):
+        count, mine = min(step, shape[0] - first), shards[rank][0]
+        inside = [(_within(experts, first, count), *matrix) for experts, *matrix in shards]
+        offset = first - mine.start
+        its = slice(inside[rank][0].start + offset, inside[rank][0].stop + offset)
+        chunks.append((torch.Size((count, *shape[1:])), its, inside))
+    return chunks
+
+
+def _within(experts: slice, first: int, count: int) -> slice:
+    """Return which ones of ``count`` experts from ``first`` on are among ``experts``."""
+    start, stop = (min(max(it - first, 0), count) for it in (experts.start, experts.stop))
+    return slice(start, stop)
 
 
 @cache
@@ -248,13 +283,12 @@ def _senders(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], own
 
 
 def _size(slices: Slices) -> int:
-    rows, columns = slices
-    return (rows.stop - rows.start) * (columns.stop - columns.start)
+    return math.prod(it.stop - it.start for it in slices)
 
 
 def build(parameters: NamedParameters, config: Config) -> DistributedMuon:
-    """Build the optimizer of a run. Muon updates the matrices of the blocks; AdamW updates all other
-    parameters, including those of adapters and stacked experts."""
+    """Build the optimizer of a run. Muon updates the matrices of the blocks, including stacked experts; AdamW
+    updates all other parameters, including those of adapters."""
     options = config.optimizer
     named = [(clean_name(name), parameter) for name, parameter in parameters]
     groups: dict[bool, list[dict]] = {

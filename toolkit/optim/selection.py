@@ -9,12 +9,14 @@ BLOCK = 256
 """Elements of a row that share a scale."""
 _MIN_ELEMENTS = 4096
 """Minimum size of a matrix: smaller ones save too little memory; same as in torchao and bitsandbytes."""
+_EXPERTS = (".experts.w1", ".experts.w2", ".experts.w3")
 
 
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon updates a parameter: weights of the blocks' linear layers, and of their routers, as
-    in Moonlight's recipe (arXiv:2502.16982); experts are stacked."""
-    return name.startswith("layers.") and name.endswith(".weight") and len(shape) == 2
+    """Return whether Muon updates a parameter: weights of the blocks' linear layers, routers and experts,
+    which are stacked, as in Moonlight's recipe (arXiv:2502.16982)."""
+    ends, dims = (_EXPERTS, 3) if ".experts." in name else (".weight", 2)
+    return name.startswith("layers.") and name.endswith(ends) and len(shape) == dims
 
 
 def in_8bit(shape: Sequence[int]) -> bool:

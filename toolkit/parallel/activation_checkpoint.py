@@ -29,12 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from toolkit.compat import CachedDispatchMode, checkpoint_wrapper, functorch_config, operator_is_compiled
+from toolkit.compat import (
+    CachedDispatchMode,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+    checkpointed,
+    functorch_config,
+    operator_is_compiled,
+)
 from toolkit.config.parallelism import ActivationCheckpoint
 from toolkit.hardware import is_simulated
-from toolkit.models.common.moe import Router
+from toolkit.models.common.moe import MoE, Router
 
 CHOICE = "aten::topk"
 """Operator by which routers choose experts."""
@@ -139,7 +146,10 @@ def apply_activation_checkpoint(
     pareto_folder: Path | None = None,
 ) -> None:
     """Wrap the blocks in place, before they are ``compiled``. Mode "memory_budget" wraps none: it is a
-    compiler setting. The compiler plots the cost of each budget into ``pareto_folder``, if set."""
+    compiler setting. The compiler plots the cost of each budget into ``pareto_folder``, if set.
+
+    In a block that is compiled in parts, checkpointing per operator applies within the compiled attention,
+    and what follows is recomputed."""
     _set_memory_budget(options, pareto_folder if options.visualize_memory_budget_pareto else None)
     if options.mode in ("none", "memory_budget"):
         return
@@ -152,9 +162,31 @@ def apply_activation_checkpoint(
     by_stride = options.mode == "selective" and not options.by_operator
     stride = int(options.selective_ac_option) if by_stride else 1
     for index, (name, block) in enumerate(list(blocks.items())):
-        if index % stride == 0:
+        parts = parts_of(block) if compiled else None
+        if parts is not None and options.by_operator:
             contexts = _contexts_of(block, options, compiled)
+            parts.attend = _checkpointed(parts.attend, **arguments, **contexts)
+            choose_once = partial(_choose_once, routers_of(block))
+            parts.moe.forward = _checkpointed(parts.moe.forward, **arguments, context_fn=choose_once)
+            parts.checkpointed = True  # for activation offloading
+        elif index % stride == 0:
+            contexts = _contexts_of(block, options, compiled and parts is None)
             blocks[name] = checkpoint_wrapper(block, **arguments, **contexts)
+
+
+def parts_of(block: nn.Module) -> Any:
+    """Return the block, without the wrapper of its checkpoint, if it is compiled in parts, as
+    :mod:`toolkit.parallel.compile` describes; otherwise None."""
+    inner: Any = checkpointed(block) if isinstance(block, CheckpointWrapper) else block
+    moe = getattr(inner, "moe", None)
+    return inner if isinstance(moe, MoE) and moe.experts.dispatch is not None else None
+
+
+def _checkpointed(function: Callable[..., Any], **arguments: Any) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        return checkpoint(function, *inputs, use_reentrant=False, **arguments)
+
+    return run
 
 
 def _contexts_of(block: nn.Module, options: ActivationCheckpoint, compiled: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def apply_activation_offload(blocks: nn.ModuleDict, *, prefetch: bool = True) ->
     """Wrap the checkpointed blocks, in place."""
     previous: OffloadedInput | None = None
     for name, block in blocks.items():
-        if isinstance(block, CheckpointWrapper):
+        if isinstance(block, CheckpointWrapper) or getattr(block, "checkpointed", False):
             blocks[name] = previous = OffloadedInput(block, previous if prefetch else None)
 
 

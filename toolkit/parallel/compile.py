@@ -1,4 +1,8 @@
-"""torch.compile per block: all blocks share one graph, and FSDP's hooks stay outside it."""
+"""torch.compile per block: all blocks share one graph, and FSDP's hooks stay outside it.
+
+With expert parallelism, a block with experts is compiled in parts, between which it routes and sends rows
+eagerly: the host reads row counts, and the hooks of the experts' FSDP unit are within the block.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from toolkit import compat
 from toolkit.compat import (
@@ -23,7 +28,9 @@ from toolkit.compat import (
 )
 from toolkit.config.parallelism import Compile
 from toolkit.models.common.decoder import Decoder
+from toolkit.models.common.moe import Compute
 from toolkit.parallel import autograd_collectives
+from toolkit.parallel.activation_checkpoint import parts_of
 
 
 def set_cache_folder(folder: Path) -> None:
@@ -54,25 +61,43 @@ def allow_split_backward(allow: bool) -> None:
 
 
 def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup | None = None) -> None:
-    """Compile each block and the head's chunked loss function, in place.
+    """Compile each block, or its parts, and the head's chunked loss function, in place.
 
     Collectives of the group ``async_tp`` are decomposed and overlapped with adjacent matmuls. Shapes are
-    static: with automatic dynamic shapes, a resumed run could use other kernels.
+    static, except the numbers of rows that are sent to experts: with automatic dynamic shapes, a resumed run
+    could use other kernels.
     """
     _fuse_collectives(async_tp)
     # Only inductor accepts a mode; other backends reject even the default.
     mode: dict[str, Any] = {} if options.mode == "default" else {"mode": options.mode}
-    compiled: Callable[[Any], Any] = partial(
+    compiled: Callable[..., Any] = partial(
         torch.compile, backend=options.backend, fullgraph=options.fullgraph, dynamic=False, **mode
     )
+    # Not with CUDA graphs, of which there would be one per number of rows.
+    for_any_size = partial(compiled, mode="default") if options.mode == "reduce-overhead" else compiled
     if "model" in options.components:
         for block in model.layers.values():
             # The module itself would get a wrapper, which zero-bubble schedules reject.
-            block.forward = compiled(block.forward)
+            if (parts := parts_of(block)) is None:
+                block.forward = compiled(block.forward)
+                continue
+            parts.attend = compiled(parts.attend)
+            if parts.moe.shared_experts is not None:
+                parts.moe.shared_experts.forward = compiled(parts.moe.shared_experts.forward)
+            compute = parts.moe.experts.compute
+            parts.moe.experts.compute = partial(_compute, compute, for_any_size(compute))
     if "loss" in options.components and model.output is not None:
         model.output.loss = compiled(model.output.loss)
         if model.output.training_losses is not None:
             model.output.training_losses = compiled(model.output.training_losses)
+
+
+def _compute(eager: Compute, compiled: Compute, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute experts in one graph for any number of rows. torch compiles no rows, and one, as constants."""
+    if len(rows_MD) < 2:
+        return eager(rows_MD, counts_E)
+    compat.mark_dynamic(rows_MD, 0)
+    return compiled(rows_MD, counts_E)
 
 
 def _fuse_collectives(group: dist.ProcessGroup | None) -> None:

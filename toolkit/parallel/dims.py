@@ -10,7 +10,8 @@ from toolkit.config.parallelism import Parallelism
 @dataclass(frozen=True)
 class ParallelDims:
     """Sizes of the mesh dimensions, outermost first. ``ep`` ranks, adjacent ones of dp_shard × cp × tp, share
-    the experts of each layer."""
+    the experts of each layer. If ``etp``, 1 or tp, is tp, they are adjacent ones of dp_shard × cp, and tp
+    splits the width of each expert."""
 
     pp: int
     dp_replicate: int
@@ -18,6 +19,7 @@ class ParallelDims:
     cp: int
     tp: int
     ep: int = 1
+    etp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -31,10 +33,10 @@ class ParallelDims:
     @property
     def expert_fsdp(self) -> int:
         """Number of ranks over which FSDP shards experts under expert parallelism."""
-        return self.dp_shard * self.cp * self.tp // self.ep
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     def __str__(self) -> str:
-        sizes = [(name, getattr(self, name)) for name in (*DEGREES, "ep")]
+        sizes = [(name, getattr(self, name)) for name in (*DEGREES, "ep", "etp")]
         shown = [f"{name} {size}" for name, size in sizes if size > 1]
         return " × ".join(shown) or "1 process"
 
@@ -83,7 +85,13 @@ def degrees(parallelism: Parallelism, world_size: int) -> ParallelDims | None:
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree if parallelism.expert_parallel_degree > 1 else 1,
     )
+
+
+def splits_experts(parallelism: Parallelism) -> bool:
+    """Return whether tensor parallelism splits the width of experts."""
+    return parallelism.expert_parallel_degree == 1 or parallelism.expert_tensor_parallel_degree > 1
 
 
 def reshard_after_forward(parallelism: Parallelism) -> str | int:

@@ -109,7 +109,7 @@ def _world() -> str:
 
 def _sequence_groups(mesh: Mesh) -> list[str]:
     """Return the names of the groups of ranks whose routers see parts of the same sequences."""
-    meshes = [mesh.cp, mesh.tp if mesh.ep else None]
+    meshes = [mesh.cp, mesh.tp if mesh.ep and not mesh.ep_etp else None]
     return [it.get_group().group_name for it in meshes if it is not None]
 
 

@@ -1,9 +1,12 @@
-"""Expert parallelism: each rank of an ep group has some experts of each layer, whole.
+"""Expert parallelism: each rank of an ep group has some experts of each layer, whole unless tensor
+parallelism splits their width.
 
 Every rank routes its own tokens and sends each row to the rank of its expert, in one all-to-all, and the
 results come back in another (GShard, arXiv:2006.16668). Split sizes follow from the routing: ranks exchange
 their counts first, and the host reads them, the only synchronization of the layer. Hidden states that tensor
-parallelism splits along the sequence are not gathered: its ranks send their own tokens.
+parallelism splits along the sequence are not gathered: its ranks send their own tokens. If it splits experts,
+they are gathered, each of its ranks sends all rows to the rank with the same shard of width, and the sums of
+the shards' outputs are reduce-scattered.
 
 The experts of a rank are sharded by FSDP over the ranks that have the same experts, a mesh of their own.
 """
@@ -25,8 +28,9 @@ from toolkit.models.common.moe import Compute, Experts, Permute, inverse
 from toolkit.parallel.tensor_parallel import COLUMN, distribute_parameters
 
 
-def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Shard the experts of ``model``, on the meta device, over ``mesh``, in place.
+def apply_expert_parallel(model: Decoder, mesh: DeviceMesh, *, split_width: bool) -> None:
+    """Shard the experts of ``model``, on the meta device, over ``mesh``, in place. If ``split_width``, tensor
+    parallelism shards them.
 
     Raises:
         ValueError: the number of experts is not divisible by the mesh size.
@@ -35,7 +39,8 @@ def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, Experts):
             names = [name for name, _ in module.named_parameters(recurse=False)]
-            distribute_parameters(module, mesh, **dict.fromkeys(names, COLUMN))
+            if not split_width:
+                distribute_parameters(module, mesh, **dict.fromkeys(names, COLUMN))
             module.dispatch = dispatch
 
 

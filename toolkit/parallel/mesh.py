@@ -6,7 +6,8 @@ Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks 
 same weights and sum their gradients, like data-parallel ranks.
 
 Expert parallelism divides the same ranks, dp_shard × cp × tp, in another way: into groups of ``ep`` adjacent
-ranks that share the experts of each layer, and across them ``efsdp``, over which FSDP shards each expert.
+ranks that share the experts of each layer, and across them ``efsdp``, over which FSDP shards each expert. If
+tensor parallelism splits experts too, ``etp`` is its innermost dimension, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from toolkit.compat import flatten_mesh, unflatten_mesh
 @dataclass(frozen=True)
 class Mesh:
     """Device meshes of a run. ``fsdp`` is the mesh for ``fully_shard``, 2-D with replication;
-    ``pp``, ``cp``, ``tp`` and ``ep`` are 1-D, and None if their size is 1. ``expert_fsdp`` is the mesh for
-    ``fully_shard`` of experts under expert parallelism."""
+    ``pp``, ``cp``, ``tp`` and ``ep`` are 1-D, and None if their size is 1. ``ep_etp`` is the 2-D mesh of
+    experts whose width is split. ``expert_fsdp`` is the mesh for ``fully_shard`` of experts under expert
+    parallelism."""
 
     world: DeviceMesh
     fsdp: DeviceMesh
@@ -31,6 +33,7 @@ class Mesh:
     cp: DeviceMesh | None
     tp: DeviceMesh | None
     ep: DeviceMesh | None
+    ep_etp: DeviceMesh | None
     expert_fsdp: DeviceMesh | None
     dp_size: int
     """Number of shards of a global batch."""
@@ -56,9 +59,10 @@ def build_mesh(
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    etp: int = 1,
 ) -> Mesh:
-    """Build the mesh; the product of the degrees but ``ep``, a divisor of dp_shard × cp × tp, must be the
-    world size."""
+    """Build the mesh; the product of the degrees but ``ep`` and ``etp``, which divide dp_shard × cp × tp,
+    must be the world size."""
     shard = "dp_shard_cp" if cp > 1 else "dp_shard"
     names = ("pp", "dp_replicate", shard, "tp")
     world = init_device_mesh(device.type, (pp, dp_replicate, dp_shard * cp, tp), mesh_dim_names=names)
@@ -66,17 +70,19 @@ def build_mesh(
     of_experts = expert_fsdp = None
     if ep > 1:
         stage = flatten_mesh(world["dp_replicate", shard, "tp"])
-        sizes_of_experts = (dp_replicate, dp_shard * cp * tp // ep, ep)
-        of_experts = unflatten_mesh(stage, 0, sizes_of_experts, ("expert_replicate", "efsdp", "ep"))
+        sizes_of_experts = (dp_replicate, dp_shard * cp * tp // (ep * etp), ep, etp)
+        of_experts = unflatten_mesh(stage, 0, sizes_of_experts, ("expert_replicate", "efsdp", "ep", "etp"))
         expert_fsdp = of_experts["efsdp"]
         if dp_replicate > 1:
             expert_fsdp = of_experts["expert_replicate", "efsdp"]
     shard_rank = world.get_local_rank(shard) // cp
     sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
-    sizes |= {name: size for name, size in {"cp": cp, "tp": tp, "ep": ep, "pp": pp}.items() if size > 1}
+    sizes |= {
+        name: size for name, size in {"cp": cp, "tp": tp, "ep": ep, "etp": etp, "pp": pp}.items() if size > 1
+    }
     ranks = {name: world.get_local_rank(name) for name in ("pp", "dp_replicate", "tp")}
     ranks |= {"dp_shard": shard_rank, "cp": world.get_local_rank(shard) % cp}
-    ranks["ep"] = of_experts.get_local_rank("ep") if of_experts else 0
+    ranks |= {name: of_experts.get_local_rank(name) if of_experts else 0 for name in ("ep", "etp")}
     coordinates = ", ".join(f"{name} {ranks[name]}" for name, size in sizes.items() if size > 1)
     return Mesh(
         world=world,
@@ -85,6 +91,7 @@ def build_mesh(
         cp=within["cp"] if within else None,
         tp=world["tp"] if tp > 1 else None,
         ep=of_experts["ep"] if of_experts else None,
+        ep_etp=of_experts["ep", "etp"] if of_experts and etp > 1 else None,
         expert_fsdp=expert_fsdp,
         dp_size=dp_replicate * dp_shard,
         dp_rank=ranks["dp_replicate"] * dp_shard + shard_rank,

@@ -43,17 +43,18 @@ def parallelize(
     if mesh.ep:
         from toolkit.parallel.expert_parallel import apply_expert_parallel
 
-        apply_expert_parallel(model, mesh.ep)
+        apply_expert_parallel(model, mesh.ep, split_width=mesh.ep_etp is not None)
     if mesh.tp:
         from toolkit.parallel.tensor_parallel import apply_tensor_parallel
 
         plan = table(model.args).tensor_plan()
-        if mesh.ep:
+        if mesh.ep and not mesh.ep_etp:
             plan = {module: style for module, style in plan.items() if style not in ("experts", "moe")}
         apply_tensor_parallel(
             model,
             plan,
             mesh.tp,
+            expert_mesh=mesh.ep_etp,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
     if shards:

@@ -59,12 +59,14 @@ def apply_tensor_parallel(
     plan: Mapping[str, str],
     mesh: DeviceMesh,
     *,
+    expert_mesh: DeviceMesh | None = None,
     split_sequence: bool = True,
     loss_parallel: bool = True,
 ) -> None:
     """Shard the modules of ``model``, on the meta device, in place.
 
-    ``plan`` has styles by module name; modules added by fine-tuning have their own style. Without
+    ``plan`` has styles by module name; modules added by fine-tuning have their own style. Experts are divided
+    over the first dimension of ``expert_mesh``, if given, and their width over the second. Without
     ``split_sequence``, sequences may have any length, but backward is not supported. Without
     ``loss_parallel``, logits are gathered before the loss.
 
@@ -79,7 +81,7 @@ def apply_tensor_parallel(
             style = "gathered head"
         if style:
             try:
-                STYLES[style](module, mesh, layout)
+                STYLES[style](module, expert_mesh if expert_mesh and style == "experts" else mesh, layout)
             except ValueError as error:
                 raise ValueError(f"{name}.{error}") from None
     missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -89,9 +91,9 @@ def apply_tensor_parallel(
 
 def local_shard(weight: Tensor, gradient: Placement | None = None) -> Tensor:
     """Return this rank's shard of ``weight``, differentiably. ``gradient`` is the placement of its gradient,
-    by default the placement of ``weight``."""
+    by default the placement of ``weight``; it applies to the last mesh dimension."""
     assert isinstance(weight, DTensor)
-    return weight.to_local(grad_placements=[gradient] if gradient else None)
+    return weight.to_local(grad_placements=[*weight.placements[:-1], gradient] if gradient else None)
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,15 @@ _PLACEMENTS = {"column": COLUMN, "row": ROW, "last": LAST, "whole": REPLICATED}
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
-    """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards."""
+    """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards. A first
+    dimension of a 2-D ``mesh`` divides experts, and the placements are those of the second."""
     read: dict[str, ParameterPlacement] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placement = placements[name].placement
-        if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
-            dim, size = placement.dim, parameter.shape[placement.dim]
-            raise ValueError(f"{name}: dimension {dim} of size {size} on {mesh.size()} ranks")
-        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        on_mesh = [*[Shard(0)] * (mesh.ndim - 1), placements[name].placement]
+        for it, ranks in zip(on_mesh, mesh.shape, strict=True):
+            if isinstance(it, Shard) and (size := parameter.shape[it.dim]) % ranks:
+                raise ValueError(f"{name}: dimension {it.dim} of size {size} on {ranks} ranks")
+        distributed = distribute_tensor(parameter.detach(), mesh, on_mesh, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
         read[name] = placements[name]
     if read:
@@ -155,7 +158,7 @@ def _read(module: nn.Module, *, name: str, placement: ParameterPlacement) -> Any
     if not inside or parameter is None:
         return parameter
     local = local_shard(parameter, placement.gradient)
-    return local / parameter.device_mesh.size() if placement.divided else local
+    return local / parameter.device_mesh.shape[-1] if placement.divided else local
 
 
 def _adapter_placements(module: nn.Module, style: str) -> dict[str, ParameterPlacement]:

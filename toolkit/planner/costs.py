@@ -39,9 +39,10 @@ def costs(
     checkpointed: bool,
     param_dtype: torch.dtype,
     ep: int = 1,
+    etp: int = 1,
 ) -> Costs:
     """Return the costs of micro-batches of ``rows`` samples on a rank of ``tp`` × ``cp``, cached per case.
-    Experts are divided over ``ep`` ranks, with equal loads.
+    Experts are divided over ``ep`` ranks, with equal loads, and their width over ``etp``.
 
     If ``checkpointed``, blocks are checkpointed as configured; embedding and head never are. Nothing is
     compiled, and attention is SDPA. Must be called without a process group.
@@ -49,7 +50,7 @@ def costs(
     Raises:
         ConfigError: only some of the blocks are trained.
     """
-    layout = ParallelDims(1, 1, ep // math.gcd(ep, tp * cp), cp, tp, ep)
+    layout = ParallelDims(1, 1, ep // math.gcd(ep, tp * cp // etp), cp, tp, ep, etp)
     probe = _probe_config(config, layout, rows=rows, checkpointed=checkpointed)
     case = probe.model_dump_json(
         include={"model", "training", "parallelism", "activation_checkpoint", "finetune", "optimizer", "loss"}
@@ -138,6 +139,7 @@ def _probe_config(config: Config, layout: ParallelDims, *, rows: int, checkpoint
                 tensor_parallel_degree=layout.tp,
                 context_parallel_degree=layout.cp,
                 expert_parallel_degree=layout.ep,
+                expert_tensor_parallel_degree=layout.etp,
                 context_parallel_rotate_method="alltoall" if ring else "allgather",
                 **kept,
             ),

@@ -102,6 +102,7 @@ def estimate(
             tp=layout.tp,
             cp=cp,
             ep=layout.ep,
+            etp=layout.etp,
             rows=rows,
             checkpointed=mode,
             param_dtype=param_dtype,

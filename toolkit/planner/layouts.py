@@ -6,7 +6,7 @@ and sequence length are the config's. Some layouts are skipped, and counted with
 * tp stays within a node, because it communicates four times per block, without overlap;
 * cp is minimal, because dp ranks do the same work with less communication: it grows only if the batch has
   fewer sequences than ranks, or if a sequence does not fit;
-* degrees of expert parallelism are powers of two, and 1 if blocks are compiled;
+* degrees of expert parallelism are powers of two; tp splits experts if it does in the config;
 * replicas consist of whole nodes, unless all of dp is replicas;
 * GPipe and LoopedBFS are used only if there are too few micro-batches for 1F1B, which has the same bubble and
   less memory; zero-bubble schedules run without checkpointing, because they would recompute a block for each
@@ -86,8 +86,13 @@ def layout_settings(
             f"{_P}data_parallel_shard_degree": mesh.dp // replicate,
         }
         reshards = ["default"] if sharding == 1 else ["default", "always" if mesh.pp > 1 else "never"]
-        for ep, reshard in product(expert_degrees(config, args, sharding * mesh.tp), reshards):
-            of_mesh = degree | {f"{_P}expert_parallel_degree": ep, f"{_P}fsdp_reshard_after_forward": reshard}
+        etp = mesh.tp if config.parallelism.expert_tensor_parallel_degree > 1 else 1
+        for ep, reshard in product(expert_degrees(args, sharding * mesh.tp // etp), reshards):
+            of_mesh = degree | {
+                f"{_P}expert_parallel_degree": ep,
+                f"{_P}expert_tensor_parallel_degree": etp,
+                f"{_P}fsdp_reshard_after_forward": reshard,
+            }
             for size in sizes:
                 if mesh.pp == 1:
                     yield of_mesh | {"training.local_batch_size": size}
@@ -98,9 +103,9 @@ def layout_settings(
                     yield of_mesh | schedule | {f"{_P}pipeline_parallel_microbatch_size": size}
 
 
-def expert_degrees(config: Config, args: ModelArgs, ranks: int) -> list[int]:
+def expert_degrees(args: ModelArgs, ranks: int) -> list[int]:
     """Return the degrees of expert parallelism to try on ``ranks`` of dp_shard × cp × tp."""
-    if args.moe is None or config.compile.blocks:
+    if args.moe is None:
         return [1]
     largest = math.gcd(args.moe.num_experts, ranks)
     return [it for it in divisors(largest) if it.bit_count() == 1]

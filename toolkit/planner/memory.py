@@ -164,6 +164,6 @@ def gathered_elements(parameter: nn.Parameter) -> int:
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
-            if name in ("tp", "ep") and placement.is_shard():
+            if name in ("tp", "ep", "etp") and placement.is_shard():
                 elements //= mesh[name].size()
     return elements

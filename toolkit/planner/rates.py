@@ -37,8 +37,8 @@ class Rates:
             "tp": (tp, 1),
             "cp": (cp, tp),
             "dp_shard": (layout.dp_shard * cp, tp),
-            "ep": (layout.ep, 1),
-            "expert_fsdp": (layout.expert_fsdp, layout.ep),
+            "ep": (layout.ep, layout.etp),
+            "expert_fsdp": (layout.expert_fsdp, layout.ep * layout.etp),
             "dp_replicate": (layout.dp_replicate, stride * layout.dp_shard),
             "pp": (layout.pp, stride * layout.dp),
         }

@@ -271,7 +271,8 @@ class _Queue:
         parameters, gradients, state = self.stored.whole_block
         training = self.config.training
         # A pipeline stores unsharded gradients, regardless of dp and cp, except those of experts.
-        split = max(group.tp, *expert_degrees(self.config, self.args, dp * cp * group.tp))
+        etp = group.tp if self.config.parallelism.expert_tensor_parallel_degree > 1 else 1
+        split = max(group.tp, *(etp * it for it in expert_degrees(self.args, dp * cp * group.tp // etp)))
         whole = gradients / BYTES[training.dtype] * BYTES[training.mixed_precision_reduce]
         if group.pp > 1 and whole * self._blocks / (group.pp * split) > self.result.capacity:
             self.result.reject("fit").count += 1 + len(group.left)

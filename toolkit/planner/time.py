@@ -89,8 +89,8 @@ def step_time(
 
     def measured(checkpointed: bool) -> Costs:
         return costs(
-            config, args, tp=layout.tp, cp=layout.cp, ep=layout.ep, rows=rows, checkpointed=checkpointed,
-            param_dtype=param_dtype,
+            config, args, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, rows=rows,
+            checkpointed=checkpointed, param_dtype=param_dtype,
         )  # fmt: skip
 
     split = Stages([module_names(args.n_layers)], [[0]])

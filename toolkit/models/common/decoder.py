@@ -116,13 +116,17 @@ class TransformerBlock(nn.Module):
             self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> Tensor | BlockOutput:
-        h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
-        x_BSD = self.ffn_norm(h_BSD)
+        h_BSD, x_BSD = self.attend(h_BSD, rotations, mask)
         if self.moe is not None:
             out_BSD, *sums = self.moe(x_BSD)
             return BlockOutput(h_BSD + out_BSD, *sums)  # torch 2.11 does not compile _replace
         assert self.feed_forward is not None
         return h_BSD + self.feed_forward(x_BSD)
+
+    def attend(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+        """Return the hidden states with what attention adds, and the input of the feed-forward."""
+        h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
+        return h_BSD, self.ffn_norm(h_BSD)
 
 
 class FeedForward(nn.Module):

@@ -66,7 +66,10 @@ def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, 
     return grad_x_MK, _weight_grad(grad_MN, x_MK, ends_E) if weight_needs else None, None
 
 
-_grouped_linear.register_fake(lambda x_MK, weight_ENK, ends_E: x_MK.new_empty(len(x_MK), weight_ENK.shape[1]))
+# Not len(x_MK), which would make the number of rows a constant of a compiled graph.
+_grouped_linear.register_fake(
+    lambda x_MK, weight_ENK, ends_E: x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1])
+)
 _weight_grad.register_fake(
     lambda grad_MN, x_MK, ends_E: grad_MN.new_empty(len(ends_E), grad_MN.shape[1], x_MK.shape[1])
 )

@@ -189,15 +189,16 @@ class Experts(nn.Module):
             weights_Tk = torch.ones_like(weights_Tk)
         counts_E = count(flat_M, self.num_experts)
         if self.dispatch is None:
-            out_MD = self._compute(rows_MD, counts_E)
+            out_MD = self.compute(rows_MD, counts_E)
         else:
-            out_MD = self.dispatch(rows_MD, counts_E, self._compute)
+            out_MD = self.dispatch(rows_MD, counts_E, self.compute)
         out_TkD = Permute.apply(out_MD, place_M, order_M).unflatten(0, experts_Tk.shape)
         # A batched matmul, which adds the k outputs of a token in fp32. Not a view: FSDP warns of one.
         out_T1D = torch.bmm(weights_Tk[:, None].to(out_TkD.dtype), out_TkD)
         return unsafe_view(out_T1D, (len(out_TkD), -1))
 
-    def _compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Return the experts' outputs for rows sorted by expert, with the number of rows of each."""
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         gate_MF, up_MF = (self._biased(name, rows_MD, ends_E) for name in ("w1", "w3"))
         limit, alpha = self.args.swiglu_limit, self.args.swiglu_alpha

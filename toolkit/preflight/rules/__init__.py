@@ -31,7 +31,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "parallelism.disable_loss_parallel",
     ),
     "bitwise": ("debug.bitwise_data_parallel",),
-    "experts": ("parallelism.expert_parallel_degree", "parallelism.tensor_parallel"),
+    "experts": ("parallelism.expert_", "parallelism.tensor_parallel"),
     "pipeline": ("parallelism.pipeline_parallel", "parallelism.module_fqns_per_model_part"),
     "fsdp": (
         "parallelism.fsdp",

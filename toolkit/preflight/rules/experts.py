@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from toolkit.errors import Problem, divisors, join_or
+from toolkit.parallel.dims import splits_experts
 from toolkit.preflight.planned_run import PlannedRun, rule
 
 _EP = "parallelism.expert_parallel_degree"
+_ETP = "parallelism.expert_tensor_parallel_degree"
 _TP = "parallelism.tensor_parallel_degree"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 
@@ -18,8 +20,10 @@ def expert_parallel_divides(run: PlannedRun) -> list[Problem]:
     degree, model, mesh = run.config.parallelism.expert_parallel_degree, run.model, run.mesh
     if degree == 1 or model is None or model.moe is None or mesh is None:
         return []
-    ranks = mesh.dp_shard * mesh.cp * mesh.tp
-    sizes = {"the number of experts": model.moe.num_experts, "dp_shard × cp × tp": ranks}
+    ranks, named = mesh.dp_shard * mesh.cp * mesh.tp, "dp_shard × cp × tp"
+    if mesh.etp > 1:
+        ranks, named = mesh.dp_shard * mesh.cp, f"dp_shard × cp (with {_ETP} = {mesh.etp})"
+    sizes = {"the number of experts": model.moe.num_experts, named: ranks}
     broken = [f"{what}, which is {size}" for what, size in sizes.items() if size % degree]
     if not broken:
         return []
@@ -28,15 +32,21 @@ def expert_parallel_divides(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
+def experts_are_whole_or_split_by_tp(run: PlannedRun) -> list[Problem]:
+    """Check that the degree is 1 or the tensor-parallel degree."""
+    tp = run.config.parallelism.tensor_parallel_degree
+    if run.config.parallelism.expert_tensor_parallel_degree in (1, tp):
+        return []
+    fix = f"set {_ETP} to {join_or(sorted({1, tp}))}"
+    return [run.problem(_ETP, f"must be 1 or {_TP}, which is {tp}", fix, _TP)]
+
+
+@rule()
 def expert_parallel_runs(run: PlannedRun) -> list[Problem]:
     """Reject options that are not supported with expert parallelism."""
     if run.config.parallelism.expert_parallel_degree == 1:
         return []
     problems = []
-    if run.config.compile.blocks:
-        rule = f"blocks cannot be compiled with {_EP} above 1: the host reads how many rows each rank sends"
-        fix = f'set {_EP} = 1, or compile.components = ["loss"]'
-        problems.append(run.problem("compile.enable", rule, fix, "compile.components", _EP))
     if isinstance(run.config.parallelism.fsdp_reshard_after_forward, int):
         rule = f"must not be a number with {_EP} above 1: experts are sharded over other ranks"
         problems.append(run.problem(_RESHARD, rule, f'set {_RESHARD} = "default"', _EP))
@@ -50,7 +60,7 @@ def tensor_parallel_divides_experts(run: PlannedRun) -> list[Problem]:
     if tp == 1 or model is None or model.moe is None:
         return []
     widths = [model.moe.ffn_dim * shared for shared in {model.moe.num_shared_experts} - {0}]
-    if run.config.parallelism.expert_parallel_degree == 1:
+    if splits_experts(run.config.parallelism):
         widths.append(model.moe.ffn_dim)
     broken = [width for width in widths if width % tp]
     if not broken:

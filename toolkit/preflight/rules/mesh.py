@@ -32,8 +32,9 @@ def world_fills_mesh(run: PlannedRun) -> list[Problem]:
     else:
         rule = f"{product_text} = {fixed} is not the world size {run.world_size}"
         start = f"start {fixed} processes"
-    ep = run.config.parallelism.expert_parallel_degree
-    fitting = "; ".join(str(mesh) for mesh in _fitting(asked, run.world_size, _heads(run), ep)[:_SHOWN])
+    options = run.config.parallelism
+    experts = options.expert_parallel_degree * options.expert_tensor_parallel_degree
+    fitting = "; ".join(str(mesh) for mesh in _fitting(asked, run.world_size, _heads(run), experts)[:_SHOWN])
     fix = f"{start}, or for {run.world_size} use one of: {fitting}"
     wrong = [name for name in _BLAMED if run.world_size % asked[name]]
     return [run.problem(run.blame(*(DEGREES[name] for name in wrong or _BLAMED)), rule, fix)]
@@ -47,9 +48,9 @@ def _heads(run: PlannedRun) -> int:
         return 0
 
 
-def _fitting(asked: dict[str, int], world_size: int, heads: int, ep: int) -> list[ParallelDims]:
-    """Return meshes of ``world_size`` ranks that use only the dimensions in ``asked`` and fit ``ep``, most
-    similar first.
+def _fitting(asked: dict[str, int], world_size: int, heads: int, experts: int) -> list[ParallelDims]:
+    """Return meshes of ``world_size`` ranks that use only the dimensions in ``asked`` and fit ``experts``,
+    the ranks among which experts are divided, most similar first.
 
     Degrees that divide the world size are kept if a mesh with all of them exists.
     """
@@ -63,7 +64,7 @@ def _fitting(asked: dict[str, int], world_size: int, heads: int, ep: int) -> lis
         for pp, dp_replicate, cp, tp in product(*near.values())
         if world_size % (pp * dp_replicate * cp * tp) == 0 and heads % tp == 0
     ]
-    meshes = [it for it in meshes if it.dp_shard * it.cp * it.tp % ep == 0] or meshes
+    meshes = [it for it in meshes if it.dp_shard * it.cp * it.tp % experts == 0] or meshes
     weights = {"pp": 4, "cp": 4, "tp": 4, "dp_replicate": 2, "dp_shard": 1}
 
     def distance(degrees: ParallelDims) -> float:

@@ -13,16 +13,15 @@ _KEY = "optimizer.name"
 
 
 def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
-    """Return the sizes of the matrices updated by Muon, and the number of elements updated by AdamW; None if
-    the optimizer is not Muon."""
+    """Return the sizes of the matrices updated by Muon, one per expert of a stack, and the number of elements
+    updated by AdamW; None if the optimizer is not Muon."""
     if run.config.optimizer.name != "Muon" or run.model is None:
         return None
     shapes = all_shapes(run.model, run.config.finetune)
     trained = trained_names(shapes, run.model, run.config.finetune)
     matrices = {name for name in trained if is_block_matrix(name, shapes[name])}
-    return [math.prod(shapes[name]) for name in matrices], sum(
-        math.prod(shapes[name]) for name in trained - matrices
-    )
+    sizes = [math.prod(shapes[name][-2:]) for name in matrices for _ in range(math.prod(shapes[name][:-2]))]
+    return sizes, sum(math.prod(shapes[name]) for name in trained - matrices)
 
 
 @rule()

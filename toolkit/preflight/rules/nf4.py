@@ -9,6 +9,7 @@ from toolkit.errors import Problem, divisors, first_few, join_or
 from toolkit.finetune.parameters import NF4_BLOCK, trained_names
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import block_matrices
+from toolkit.parallel.dims import splits_experts
 from toolkit.preflight.planned_run import PlannedRun, note, rule, torch_before
 
 _KEY = "finetune.lora.quantize_base"
@@ -55,7 +56,7 @@ def quantized_rows_are_blocks(run: PlannedRun) -> list[Problem]:
         return [run.problem(_KEY, rule, 'set it to "none", or use another model size')]
     tp = run.config.parallelism.tensor_parallel_degree
     whole = {"dim", "kv_lora_rank", "q_lora_rank"}
-    if run.config.parallelism.expert_parallel_degree > 1:
+    if not splits_experts(run.config.parallelism):
         whole.add(_EXPERTS)
     cut = {name: size for name, size in rows.items() if name not in whole}
     if all(size % (NF4_BLOCK * tp) == 0 for size in cut.values()):
