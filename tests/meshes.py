@@ -385,7 +385,7 @@ FAST = [
     "pp2 ZBVZeroBubble gated",
     # The same bits.
     "shard2 bitwise accumulate3",
-    "replicate2 shard2 bitwise moe aux",
+    "replicate2 shard2 bitwise accumulate3",
     # Experts.
     "shard2 ep2 moe aux accumulate3",
     "shard2 ep2 moe aux tied balanced AC-op",

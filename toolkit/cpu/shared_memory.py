@@ -114,10 +114,10 @@ class SharedMemory:
         start = _whole_pages(count * dtype.itemsize) * rank
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
-    def shards(self, written: Tensor) -> list[Tensor]:
+    def shards(self, written: Tensor, operation: str) -> list[Tensor]:
         """Return this rank's shard of what each rank has ``written`` into the last allocation, which becomes
         free at the next barrier."""
-        self.meet("reduce_scatter", written.nbytes).wait()
+        self.meet(operation, written.nbytes).wait()
         count = written.numel() // self.size
         # torch keeps its input until the next reduction; after the next barrier no rank reads it.
         self.last.tensor = None
@@ -231,7 +231,7 @@ class Reduce:
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        parts = self.memory.shards(input_tensor)
+        parts = self.memory.shards(input_tensor, "reduce_scatter")
         torch.add(parts[0], parts[1], out=output_tensor)
         for part in parts[2:]:
             output_tensor += part

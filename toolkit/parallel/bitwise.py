@@ -107,7 +107,7 @@ class OrderedReduceScatter:
 
     def _sum(self, gradients: Tensor, output: Tensor) -> None:
         """Add the gradients (shards · n,) of all ranks to the tree; write this rank's n sums."""
-        for leaf in self.memory.shards(gradients) if self.memory else self._exchange(gradients):
+        for leaf in self.memory.shards(gradients, "all_to_all") if self.memory else self._exchange(gradients):
             self.tree.add(leaf)
         output.zero_()
         if self.sums.last:
@@ -123,8 +123,11 @@ class OrderedReduceScatter:
         part = -(-count // self.replicas)
         padded_SN = F.pad(gradients.view(self.shards, count), (0, self.replicas * part - count))
         sent = padded_SN.view(self.shards, self.replicas, part).transpose(0, 1).reshape(-1, part)
-        one = [1] * len(sent)
-        return collectives.wait(collectives.start_all_to_all(sent, one, one, self.group.group_name))
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        assert work is not None
+        collectives.wait_for_work(work)
+        return received
 
 
 class BitwiseSums:
@@ -177,6 +180,8 @@ class BitwiseSums:
             if (gradient := parameter.grad) is None:
                 continue
             shard, offset = shard_and_offset(gradient)
+            if is_simulated():  # the offset is computed by tensors, which have no values then
+                offset = (0,) * gradient.ndim
             # A column of the table for each tp rank: parts of a row, or equal copies of it.
             shape = (world["tp"].size(), *_rows_shape(gradient))
             table = torch.zeros(shape, dtype=torch.float64, device=device)
