@@ -48,6 +48,7 @@ EXAMPLES = {
     "convert": (["convert", "dcp-to-hf", CHECKPOINT, "hf"], "hf: "),
     "checkpoint": (["checkpoint", "verify", "outputs/debug_model"], "sound"),
     "plot": (["plot", "outputs/debug_model", "-o", "curves.png"], "curves.png"),
+    "compare-runs": (["compare-runs", "outputs/debug_model", "outputs/debug_model"], "equal, bit for bit"),
     "report": (["report", "outputs/debug_model"], "report.html"),
     "import-accelerate": (["import-accelerate", "fsdp.yaml", "--output", "run.toml"], "run.toml"),
     "check-cluster": (["check-cluster", "debug_model", *SMALL], "2 ranks: all well"),

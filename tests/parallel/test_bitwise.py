@@ -95,7 +95,7 @@ def _differences(
             code = compare_runs.main([str(tmp_path / "0"), str(tmp_path / str(number))])
             said.append(capsys.readouterr().out)
             assert (code == 0) == ("equal, bit for bit" in said[-1])
-            assert f"compared {steps} steps, 1 to {steps}, fingerprints of {steps}" in said[-1]
+            assert f"compared steps 1 to {steps}, {steps} in all, fingerprints of {steps}" in said[-1]
     return said
 
 

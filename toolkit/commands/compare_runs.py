@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         )
     hashed = [step for step in common if "weights" in a[step] and "weights" in b[step]]
     about = f"fingerprints of {len(hashed)}" if hashed else "no fingerprints (metrics.fingerprint_every)"
-    print(f"compared {len(common)} steps, {common[0]} to {common[-1]}, {about}")
+    print(f"compared steps {common[0]} to {common[-1]}, {len(common)} in all, {about}")
     for step in common:
         if lines := difference(a[step], b[step]):
             print(f"first difference: step {step}")
