@@ -91,7 +91,12 @@ class Trainer:
         if every := config.metrics.fingerprint_every:
             from toolkit.metrics.fingerprint import Fingerprints
 
-            self.hooks.append(Fingerprints(self, every, self.folder))
+            fingerprints = Fingerprints(
+                self.folder, every=every, resume_step=self.train_state.step, optimizer=self.optimizer,
+                parameters=self.model_parts.named_parameters, buffers=self.model_parts.named_buffers,
+            )  # fmt: skip
+            self.train_step.on_gradients = fingerprints.take_gradients
+            self.hooks.append(fingerprints)
         self.speed = self._speed_meter(self.hooks)
 
     # Building

@@ -35,7 +35,9 @@ def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", {1: 2.0, 2: 1.5}, {2: hashes("5")})
     b = write_run(tmp_path / "b", {2: 1.5, 3: 1.0}, {2: hashes("5")})
     assert main([a, b]) == 0
-    assert capsys.readouterr().out == "compared steps 2 to 2, 1 in all, fingerprints of 1\nequal, bit for bit\n"
+    assert (
+        capsys.readouterr().out == "compared steps 2 to 2, 1 in all, fingerprints of 1\nequal, bit for bit\n"
+    )
 
 
 def test_what_differs_is_told_in_the_order_of_a_step(

@@ -85,7 +85,7 @@ def _differences(
     tmp_path: Path, layouts: Sequence[Layout], tables: dict[str, Any], capsys: Any, *, steps: int = STEPS,
     first: Layout = ONE, **options: Any,
 ) -> list[str]:  # fmt: skip
-    """What compare-runs prints of each layout beside the first one."""
+    """Train on each layout; return what compare-runs prints of it beside the first one."""
     said = []
     for number, (ranks, layout) in enumerate([first, *layouts]):
         run_world(

@@ -6,22 +6,20 @@ whole tensor. So it is the same on any mesh, and changes with any single bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from toolkit.distributed.dtensor import shard_and_offset
 from toolkit.metrics.jsonl import JsonLines
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.step_hooks import StepHook, StepResult
-
-if TYPE_CHECKING:
-    from toolkit.trainer import Trainer
 
 FILE = "fingerprints.jsonl"
 _CHUNK = 1 << 20
@@ -33,35 +31,45 @@ _INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB
 
 class Fingerprints(StepHook):
     """Writes fingerprints of gradients, before clipping, and of weights and optimizer state after the update,
-    every ``every`` steps, into ``fingerprints.jsonl``."""
+    every ``every`` steps, into ``fingerprints.jsonl``. The step calls :meth:`take_gradients`."""
 
-    def __init__(self, trainer: Trainer, every: int, folder: Path):
-        self.trainer, self.every = trainer, every
-        resumed = trainer.train_state.step
-        self._lines = JsonLines(folder / FILE, resume_step=resumed) if dist.get_rank() == 0 else None
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        resume_step: int,
+        parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        buffers: Callable[[], Iterable[tuple[str, Tensor]]],
+        optimizer: Optimizer,
+    ):
+        self.every, self._due = every, False
+        self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
+        self._lines = JsonLines(folder / FILE, resume_step=resume_step) if dist.get_rank() == 0 else None
         self._gradients: dict[str, str] = {}
 
     def before_step(self, step: int) -> None:
-        due = step % self.every == 0
-        self.trainer.train_step.on_gradients = self._take_gradients if due else None
+        self._due = step % self.every == 0
+
+    def take_gradients(self) -> None:
+        """Compute the fingerprints of gradients, if they are due."""
+        if self._due:
+            self._gradients = fingerprints(
+                (name, it.grad) for name, it in self._parameters() if it.grad is not None
+            )
 
     def after_step(self, step: int, result: StepResult) -> None:
-        if step % self.every:
+        if not self._due:
             return
-        parts, optimizer = self.trainer.model_parts, self.trainer.optimizer
-        parameters = list(parts.named_parameters())
+        parameters = list(self._parameters())
         record: dict[str, Any] = {
             "step": step,
             "gradients": self._gradients,
-            "weights": fingerprints([*parameters, *parts.named_buffers()]),
-            "optimizer": fingerprints(optimizer_tensors(parameters, optimizer).items()),
+            "weights": fingerprints([*parameters, *self._buffers()]),
+            "optimizer": fingerprints(optimizer_tensors(parameters, self._optimizer).items()),
         }
         if self._lines is not None:
             self._lines.write(record)
-
-    def _take_gradients(self) -> None:
-        parameters = self.trainer.model_parts.named_parameters()
-        self._gradients = fingerprints((name, it.grad) for name, it in parameters if it.grad is not None)
 
 
 @torch.no_grad()

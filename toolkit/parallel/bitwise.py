@@ -5,8 +5,7 @@ j·R + r. Gradients are the leaves of one binary tree over this index, the tree 
 2^k leaves are added in pairs. In place of a reduce-scatter, an all-to-all sends each rank its shard of the
 gradients of all ranks, at the same bytes, and the rank adds them one by one to its tree. So each rank stores
 at most log2 of the number of micro-batches partial sums of its shard, and no size of the mesh appears in the
-order of additions. Under context parallelism, the ranks that share a sequence are neighbours among the
-leaves.
+order of additions. Under context parallelism, the ranks that share a sequence are adjacent leaves.
 
 With replicas, each of R replicas sums a part of the shard; FSDP's all-reduce adds zeros to it from the
 others, which is exact.
@@ -56,7 +55,7 @@ class PairwiseSum:
         self._partial.append((level, total if owned else total.clone()))
 
     def take(self) -> Tensor:
-        """Return the sum of all leaves, at least one, and start anew."""
+        """Return the sum of all leaves, at least one, and reset."""
         _, total = self._partial.pop()
         while self._partial:
             total = self._partial.pop()[1].add_(total)
