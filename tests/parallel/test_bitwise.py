@@ -61,12 +61,15 @@ def _train(
 ) -> None:
     torch._dynamo.reset()
     given = {name: dict(table) for name, table in tables.items()}
-    sizes = {"steps": steps, "global_batch_size": 24 if steps > STEPS else 12, "local_batch_size": 1}
+    is_long = steps > STEPS
+    sizes = {"steps": steps, "global_batch_size": 24 if is_long else 12, "local_batch_size": 1}
     training = sizes | {"seq_len": 32} | given.pop("training", {})
+    model = ({"dim": 32, "n_layers": 1, "ffn_dim": 88} if is_long else {}) | given.pop("model", {})
     optimizer = {"implementation": "foreach", "lr": 3e-3, **given.pop("optimizer", {})}
     trainer = small_trainer(
         small_config(
             folder,
+            model=model,
             training=training,
             optimizer=optimizer,
             parallelism=layout | given.pop("parallelism", {}),
