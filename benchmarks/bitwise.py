@@ -1,35 +1,25 @@
 """Time and memory of ``debug.bitwise_data_parallel`` beside the same step without it, on two CPU ranks.
 
     python -m benchmarks.bitwise [--repeats 9] [--output benchmarks/results/bitwise.md]
-    python -m benchmarks.bitwise --plot docs/bitwise.png [--steps 200]
 
 Both step in turns in the same processes, on the 33.6M model of ``benchmarks.peers``. Memory is the peak of
 resident memory of two steps in processes of their own, above the other's.
-
-With --plot, a small model trains in bf16 on one to four ranks with and without the option instead; the plot
-has the difference of each loss from one rank's. Needs matplotlib (extra ``plot``).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.curves import save
 from benchmarks.machine import describe
 from benchmarks.peer_models import MAX_NORM, SEED, Case, batches, configuration
 from benchmarks.peers import counted_twice, give_back, time_in_turns
-from tests.curves import differences
 from tests.helpers import run_world
-from tests.training import small_config, small_trainer
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES
@@ -39,8 +29,7 @@ from toolkit.parallel.mesh import build_mesh
 from toolkit.train_step import TrainStep
 
 CASE = Case("33.6M", 2, 1, "bfloat16", 1, 512)
-MICRO_BATCHES = (1, 2, 4, 8)
-RANKS = (1, 2, 3, 4)
+MICRO_BATCHES = (1, 4)
 WAYS = {"plain": False, "bitwise": True}
 LIMIT_SECONDS = 400.0
 
@@ -96,52 +85,11 @@ def row(count: int, repeats: int) -> str:
     return f"| {count} | {plain:.2f} | {bitwise:.2f} | {ratio:.2f} | {more:+,.0f} |"
 
 
-def losses(folder: str, steps: int, bitwise: bool) -> list[float]:
-    """Losses of a run of a small model, one a step."""
-    debug = {"bitwise_data_parallel": bitwise}
-    sizes = {"steps": steps, "global_batch_size": 24, "local_batch_size": 1}
-    trainer = small_trainer(
-        small_config(
-            folder, training=sizes | {"mixed_precision_param": "bfloat16"}, debug=debug,
-            optimizer={"implementation": "foreach", "lr": 3e-3},
-        )
-    )  # fmt: skip
-    with redirect_stdout(StringIO()):
-        trainer.train()
-    return [record["loss"] for record in trainer.history if "loss" in record]
-
-
-def draw(steps: int, output: Path) -> None:
-    """Draw the relative differences of losses from those of one rank into a PNG."""
-    from toolkit.commands.plot import pyplot
-
-    figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    titles = {False: "default", True: "debug.bitwise_data_parallel"}
-    for panel, (bitwise, title) in zip(axes, titles.items(), strict=True):
-        runs = {}
-        for ranks in RANKS:
-            with tempfile.TemporaryDirectory() as folder:
-                runs[ranks] = run_world(losses, ranks, folder, steps, bitwise, timeout=LIMIT_SECONDS)[0]
-        for ranks in RANKS[1:]:
-            apart = differences(runs[ranks], runs[RANKS[0]])
-            panel.plot(range(1, steps + 1), apart, linewidth=1, label=f"{ranks} ranks")
-            print(f"{title}, {ranks} ranks: at most {max(apart):.1e} of one rank's", flush=True)
-        panel.set(title=title, xlabel="step", ylim=(-1e-9, 1e-1))
-        panel.set_yscale("symlog", linthresh=1e-8)
-        panel.legend(fontsize=8, frameon=False)
-    axes[0].set_ylabel("relative difference of the loss\nfrom one rank")
-    save(figure, output)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
-    parser.add_argument("--plot", type=Path, help="PNG to write, instead of measuring the cost")
-    parser.add_argument("--steps", type=int, default=200, help="of the runs of the plot")
     options = parser.parse_args()
-    if options.plot:
-        return draw(options.steps, options.plot)
     lines = [
         "# The same bits at any data-parallel size: cost",
         "",

@@ -39,9 +39,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "125M": {
         "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 32000
     },
-    "experts-102M": {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 8192},
+    "experts-109M": {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 8192},
 }  # fmt: skip
-EXPERTS = {"experts-102M": MoEArgs(num_experts=8, top_k=2, ffn_dim=896, route_norm=True)}
+EXPERTS = {"experts-109M": MoEArgs(num_experts=8, top_k=2, ffn_dim=896, route_norm=True)}
 """Models of Qwen3 with experts, by name in :data:`SHAPES`."""
 RANK, ALPHA = 16, 32
 ATTENTION, EXPERTS_OUT = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}, "w2"
