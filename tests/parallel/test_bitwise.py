@@ -42,7 +42,7 @@ LORA = {
     "finetune": {"adapter": "lora", "lora": {"rank": 4, "dropout": 0.1, "target_modules": ["all-linear"]}}
 }
 # Rows of 256 elements, which AdamW8bit quantizes.
-WIDE = {"model": {"dim": 256, "ffn_dim": 256, "n_layers": 1, "vocab_size": 516}}
+WIDE = {"model": {"dim": 256, "ffn_dim": 256, "n_layers": 1}}
 EXPERTS = {"model": {"name": "deepseek_v3", "n_kv_heads": 8}, "moe": {"aux_loss_coeff": 0.01}}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "checkpointing": {"activation_checkpoint": {"mode": "full"}},
