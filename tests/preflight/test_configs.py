@@ -130,6 +130,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "moe",
         "parallelism",
         "comm",
+        "debug",
         "compile",
         "validation",
     }

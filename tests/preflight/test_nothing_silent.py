@@ -53,6 +53,7 @@ ACTS = {
     "metrics.disable_color_printing",
     "metrics.save_for_all_ranks",
     "metrics.peak_tflops",
+    "metrics.fingerprint_every",
     "metrics.prometheus_file",
     "health.nan_policy",
     "health.loss_spike_policy",
