@@ -52,6 +52,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "AdamW8bit": {"optimizer": {"name": "AdamW8bit"}, **WIDE},
     "for-loop": {"optimizer": {"implementation": "for-loop"}},
     "experts": EXPERTS,
+    "experts, muon": EXPERTS | {"optimizer": {"name": "Muon"}},
     "offload": {"training": {"enable_cpu_offload": True}},
 }
 

@@ -17,8 +17,8 @@ from typing import Any
 from toolkit.commands.arguments import local_path
 from toolkit.commands.plot import read_run
 from toolkit.errors import DataError
+from toolkit.metrics.jsonl import FINGERPRINTS
 
-FINGERPRINTS = "fingerprints.jsonl"
 LOGGED = ("loss", "grad_norm", "validation_loss")
 KINDS = ("gradients", "weights", "optimizer")
 _ORDER = ("loss", "gradients", "grad_norm", "weights", "optimizer", "validation_loss")

@@ -2,9 +2,8 @@
 
 Global batch g after a start at sample s contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel
 rank r of R takes the r-th of R equal shards, ``local_batch_size`` at a time; or, if ``interleaved``, every
-R-th micro-batch from the r-th on. The samples do not depend on
-workers, prefetch depth or number of ranks, so the loader's state is one counter (and a description of what it
-counts, to reject another corpus or mixture).
+R-th micro-batch from the r-th on. The samples do not depend on workers, prefetch depth or number of ranks, so
+the loader's state is one counter (and a description of what it counts, to reject another corpus or mixture).
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from toolkit.distributed.dtensor import shard_and_offset
-from toolkit.metrics.jsonl import JsonLines
+from toolkit.metrics.jsonl import FINGERPRINTS, JsonLines
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.step_hooks import StepHook, StepResult
 
-FILE = "fingerprints.jsonl"
 _CHUNK = 1 << 20
 """Number of elements hashed at a time."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,7 +44,9 @@ class Fingerprints(StepHook):
     ):
         self.every, self._due = every, False
         self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
-        self._lines = JsonLines(folder / FILE, resume_step=resume_step) if dist.get_rank() == 0 else None
+        self._lines = (
+            JsonLines(folder / FINGERPRINTS, resume_step=resume_step) if dist.get_rank() == 0 else None
+        )
         self._gradients: dict[str, str] = {}
 
     def before_step(self, step: int) -> None:

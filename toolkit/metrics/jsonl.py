@@ -11,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+FINGERPRINTS = "fingerprints.jsonl"
+"""File of :mod:`toolkit.metrics.fingerprint` in the folder of a run."""
+
 
 class JsonLines:
     """Appends records to ``path``, each on disk when :meth:`write` returns.

@@ -156,8 +156,8 @@ class BitwiseSums:
         return OrderedReduceScatter(mesh, self, memory)
 
     def total(self, rows: Tensor) -> Tensor:
-        """Sum the rows (micro-batches, values) of all ranks: (values,). All but one rank of each pp and tp
-        group have zeros."""
+        """Sum the rows (micro-batches, values) of all ranks: (values,). All but one rank of a tp group
+        have zeros."""
         table = rows.new_zeros(len(rows), self._leaves, rows.shape[1])
         table[:, self._leaf] = rows
         dist.all_reduce(table)
@@ -201,15 +201,11 @@ def _rows_shape(tensor: Tensor) -> torch.Size:
 
 
 def _tp_copies(gradient: Tensor) -> int:
-    if not isinstance(gradient, DTensor):
+    names = gradient.device_mesh.mesh_dim_names if isinstance(gradient, DTensor) else None
+    if not names or "tp" not in names:
         return 1
-    mesh, names = gradient.device_mesh, gradient.device_mesh.mesh_dim_names or ()
-    copies = [
-        mesh.size(dim)
-        for dim, (name, placement) in enumerate(zip(names, gradient.placements, strict=True))
-        if name == "tp" and placement.is_replicate()
-    ]
-    return math.prod(copies)
+    dim = names.index("tp")
+    return gradient.device_mesh.size(dim) if gradient.placements[dim].is_replicate() else 1
 
 
 def row_squares(rows: Tensor) -> Tensor:
