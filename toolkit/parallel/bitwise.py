@@ -201,8 +201,7 @@ def _rows_shape(tensor: Tensor) -> torch.Size:
 
 
 def _tp_copies(gradient: Tensor) -> int:
-    names = gradient.device_mesh.mesh_dim_names if isinstance(gradient, DTensor) else None
-    if not names or "tp" not in names:
+    if not isinstance(gradient, DTensor) or "tp" not in (names := gradient.device_mesh.mesh_dim_names or ()):
         return 1
     dim = names.index("tp")
     return gradient.device_mesh.size(dim) if gradient.placements[dim].is_replicate() else 1
