@@ -436,11 +436,14 @@ MORE = [
     "pp2 1F1B always by-class AC-op",
     "pp2 1F1B bare-embedding muon",  # a rank without matrices
     "tp2 tied accumulate3 whole-logits",
-    # Experts.
+    # The same bits.
     "shard4 bitwise AC-op accumulate3",
     "shard2 cp2 bitwise tied",
     "shard2 tp2 bitwise AC-full",
+    "pp2 shard2 1F1B bitwise",
+    "pp2 replicate2 Interleaved1F1B bitwise tied",
     "replicate2 NO_SHARD bitwise muon",
+    # Experts.
     "shard2 moe aux by-class AC-2",
     "shard4 moe aux-seq accumulate3 reduce-once",
     "shard2 moe aux compiled",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_world
-from tests.training import small_config, small_trainer
+from tests.training import MESHES, small_config, small_trainer
 from toolkit.commands import compare_runs
 from toolkit.distributed.dtensor import local
 from toolkit.metrics.fingerprint import fingerprints
@@ -36,6 +36,12 @@ DATA_PARALLEL: dict[str, Layout] = {
     "2 × 4": (8, {REPLICAS: 2}),
     "3 × 2": (6, {REPLICAS: 3}),
     **STRATEGIES,
+}
+DEBUG_MODEL = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 768}
+PIPELINES: dict[str, dict[str, Any]] = {
+    schedule: MESHES["pp"]
+    | {"pipeline_parallel_microbatch_size": 1, "pipeline_parallel_schedule": schedule}
+    for schedule in ("1F1B", "GPipe", "Interleaved1F1B")
 }
 BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
 LORA = {
@@ -65,7 +71,7 @@ def _train(
     is_long = steps > STEPS
     sizes = {"steps": steps, "global_batch_size": 24 if is_long else 12, "local_batch_size": 1}
     training = sizes | {"seq_len": 32} | given.pop("training", {})
-    model = ({"dim": 32, "n_layers": 1, "ffn_dim": 88} if is_long else {}) | given.pop("model", {})
+    model = (DEBUG_MODEL if is_long else {}) | given.pop("model", {})
     optimizer = {"implementation": "foreach", "lr": 3e-3, **given.pop("optimizer", {})}
     trainer = small_trainer(
         small_config(
@@ -115,8 +121,11 @@ def test_any_number_of_ranks_gives_the_same_bits(tmp_path: Path, capsys: pytest.
         assert "equal, bit for bit" in said
 
 
-def test_tensor_parallel_runs_give_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, other = (2, {TP: 2}), (4, {TP: 2})
+@pytest.mark.parametrize("fixed", [{TP: 2}, PIPELINES["1F1B"]], ids=["tp", "pp"])
+def test_beside_a_fixed_degree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fixed: dict[str, Any]
+) -> None:
+    first, other = (2, fixed), (4, fixed)
     [said] = _differences(tmp_path, [other], {}, capsys, first=first)
     assert "equal, bit for bit" in said
 
@@ -126,14 +135,29 @@ def test_without_the_option_they_differ(tmp_path: Path, capsys: pytest.CaptureFi
     assert "first difference: step 1\n" in said and "gradients of " in said
 
 
+@pytest.fixture(scope="module", params=[{}, BF16], ids=["fp32", "bf16"])
+def debug_model_on_one_rank(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("one") / "0"
+    run_world(_train_with, 1, str(folder), {}, request.param, 200, {}, timeout=1500)
+    return folder, request.param
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("tables", [{}, BF16], ids=["fp32", "bf16"])
-def test_200_steps_on_every_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], tables: dict[str, Any]
+@pytest.mark.parametrize("layout", DATA_PARALLEL)
+def test_200_steps_of_the_debug_model(
+    debug_model_on_one_rank: tuple[Path, dict[str, Any]],
+    layout: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = _differences(tmp_path, list(DATA_PARALLEL.values()), tables, capsys, steps=200)
-    assert all("equal, bit for bit" in text for text in said)
+    one, tables = debug_model_on_one_rank
+    ranks, degrees = DATA_PARALLEL[layout]
+    run_world(_train_with, ranks, str(tmp_path / "0"), degrees, tables, 200, {}, timeout=1500)
+    assert compare_runs.main([str(one), str(tmp_path / "0")]) == 0
+    assert "fingerprints of 200\nequal, bit for bit" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -155,6 +179,16 @@ def test_200_steps_beside_a_fixed_degree(
 ) -> None:
     first, *others = [(2 * ranks, {degree: 2}) for ranks in (1, 2, 4)]
     for said in _differences(tmp_path, others, BF16, capsys, steps=200, first=first):
+        assert "equal, bit for bit" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("schedule", PIPELINES)
+def test_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str) -> None:
+    tables = LORA | {"training": BF16["training"] | {"local_batch_size": 2}, "model": {"n_layers": 4}}
+    first, *others = [(2 * ranks, PIPELINES[schedule]) for ranks in (1, 2, 3)]
+    for said in _differences(tmp_path, others, tables, capsys, first=first):
         assert "equal, bit for bit" in said
 
 

@@ -7,11 +7,22 @@ from tests.preflight.bad_runs import H100, Bad, bad
 
 FOREACH = "debug.bitwise_data_parallel optimizer.implementation=foreach"
 ON = f"{FOREACH} training.global_batch_size=8 training.local_batch_size=2"
+PP, PIPELINE = "parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_"
 RUNS, SAME = "bitwise_data_parallel_runs", "micro_batches_are_the_same"
 BATCH = "training.global_batch_size"
 
 CASES: list[Bad] = [
-    bad(RUNS, f"parallelism.pipeline_parallel_degree=2 {ON}", "the gradients of its micro-batches", world=2),
+    bad(RUNS, f"{PIPELINE}schedule=ZBVZeroBubble {PP} {ON}", "after each batch, in order", "1F1B", world=2),
+    bad(
+        RUNS,
+        f"{PIPELINE}schedule_csv=schedule.csv {PP} {ON}",
+        "after each batch, in order",
+        "remove it",
+        world=2,
+        prepare=lambda folder: (folder / "schedule.csv").write_text("0F0\n1F0\n"),
+    ),
+    bad(RUNS, f"{PIPELINE}microbatch_size=4 {PP} {ON}", "must divide training.local_batch_size", world=2),
+    bad(RUNS, f"{PP} {PIPELINE}microbatch_size=2 model.name=experts {ON}", "losses of their routers", world=2),
     bad(RUNS, f"parallelism.expert_parallel_degree=2 model.name=experts {ON}", "of several ranks", world=2),
     bad(RUNS, f"parallelism.fsdp_sync_each_batch=false {ON}", "of each micro-batch", "set it to true"),
     bad(

@@ -133,7 +133,7 @@ class BitwiseSums:
     """The sums of a step.
 
     Attributes:
-        last: whether the current micro-batch is the last of the step.
+        last: whether the gradients that are reduced next are the last ones of the step.
     """
 
     def __init__(self, mesh: Mesh):
@@ -141,14 +141,16 @@ class BitwiseSums:
         cp = mesh.cp.size() if mesh.cp else 1
         self._leaves = mesh.dp_size * cp
         self._leaf = mesh.dp_rank * cp + (mesh.cp.get_local_rank() if mesh.cp else 0)
-        self.last, self._seed = False, 0
+        self._stage_group = flatten_mesh(mesh.world[mesh.world.mesh_dim_names[1:]]).get_group()
+        self.last, self._seed = True, 0
 
-    def begin(self, micro_batch: int, *, last: bool) -> None:
-        """Begin a micro-batch of this rank: draw the random numbers of its index, on any rank."""
-        self.last = last
-        if micro_batch == 0:
-            self._seed = torch.initial_seed()  # of the step, on all ranks
-        seed_step(self._seed, micro_batch * self.mesh.dp_size + self.mesh.dp_rank, 0)
+    def begin_step(self) -> None:
+        """Note the seed of the step, which is the same on all ranks."""
+        self._seed = torch.initial_seed()
+
+    def seed(self, micro_batch: int, stage: int = 0) -> None:
+        """Draw the random numbers of this rank's ``micro_batch`` by its index in the global batch."""
+        seed_step(self._seed, micro_batch * self.mesh.dp_size + self.mesh.dp_rank, stage)
 
     def reduce_scatter(self, mesh: DeviceMesh, memory: SharedMemory | None) -> OrderedReduceScatter:
         """Return the reduce-scatter of an FSDP unit on ``mesh``, through shared ``memory`` if there is
@@ -192,8 +194,12 @@ class BitwiseSums:
                 part.copy_(sums / _tp_copies(gradient))
             squares.append(table.flatten(1))
         whole = torch.cat(squares, 1)
-        dist.all_reduce(whole)
-        return whole.sum().sqrt()
+        dist.all_reduce(whole, group=self._stage_group)
+        total = whole.sum()
+        if (pp := self.mesh.pp) is not None:  # stages have other parameters each
+            group = pp.get_group()
+            total = collectives.all_gather(total[None], pp.size(), group.group_name).sum()
+        return total.sqrt()
 
 
 def _rows_shape(tensor: Tensor) -> torch.Size:

@@ -117,8 +117,10 @@ class ModelParts(ABC):
         ``scale`` and the losses of blocks by ``block_scale``, by default the same.
 
         Gradients are summed over all ranks. Returns this rank's contribution to the unscaled sums of the loss
-        and of ``names``, one row for each micro-batch, or one for all in a pipeline: (rows, 1 + names) fp64.
+        and of ``names``, one row for each micro-batch: (rows, 1 + names) fp64.
         """
+        if self.bitwise:
+            self.bitwise.begin_step()
         stages = [model.block_sums for model in self.models]
         if self.expert_load and self.expert_load.needs_pass:
             self._count_loads(batches, scale.device)
@@ -209,7 +211,8 @@ class SingleModel(ModelParts):
             last = index == len(batches) - 1
             begin_micro_batch(self.model, self.parallelism, last=last)
             if self.bitwise:
-                self.bitwise.begin(index, last=last)
+                self.bitwise.last = last
+                self.bitwise.seed(index)
             loss, sums = self._objective(batch)
             (loss * scale.to(loss.dtype)).backward()
             # Ranks of a tp group have the same loss.

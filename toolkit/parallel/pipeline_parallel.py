@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -32,6 +33,9 @@ from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, Objective
 from toolkit.parallel.sequence_shards import SequenceShards
+
+if TYPE_CHECKING:  # imported only by runs that use it
+    from toolkit.parallel.bitwise import BitwiseSums
 
 TIED = "tok_embeddings.weight"
 
@@ -53,14 +57,39 @@ def keep_stage(model: Decoder, modules: Sequence[str]) -> None:
         model.norm = model.output = None
 
 
+class _Stage(PipelineStage):
+    """A pipeline stage; for bitwise sums, it reduces the gradients of each batch, not only those of a step.
+
+    Leaves of the sums are then the gradients of batches, so their number does not depend on ``per_batch``,
+    the micro-batches of each.
+    """
+
+    bitwise: BitwiseSums | None = None
+    per_batch = 1
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        if self.bitwise is not None:
+            batch, part = divmod(fwd_chunk_id, self.per_batch)
+            self.bitwise.seed(batch, self.stage_index * self.per_batch + part)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        batches, rest = divmod(bwd_chunk_id + 1, self.per_batch)
+        if self.bitwise is not None and not rest and bwd_chunk_id + 1 < (self.chunks or 0):
+            self.bitwise.last = False
+            self.perform_reduce_grad(1)
+            self.bitwise.last = True
+
+
 class Pipeline(ModelParts):
     """The pipeline stages on this rank.
 
     Args:
-            models: this rank's stages, in the order of its entry in ``stages_of_ranks``.
+        models: this rank's stages, in the order of its entry in ``stages_of_ranks``.
         stages_of_ranks: the stages of each rank.
-            schedule: name of torch's schedule; ``csv`` is a file with a custom schedule to use instead.
-        micro_batch: samples per micro-batch.
+        schedule: name of torch's schedule; ``csv`` is a file with a custom schedule to use instead.
+        micro_batch: samples per micro-batch of the schedule, which divide those of a step.
     """
 
     def __init__(
@@ -93,7 +122,8 @@ class Pipeline(ModelParts):
         self.is_loss_rank = self.last in self.stages and (mesh.tp is None or mesh.tp.get_local_rank() == 0)
         self.schedule: Any = None  # built in the first step, when the shapes are known
         self._scale = torch.ones((), dtype=torch.float64, device=device)
-        self._total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
+        self._rows_per_batch = 0
+        self._totals = torch.zeros(1, 1 + len(objective.names), dtype=torch.float64, device=device)
         self._fields: MicroBatch = {}
 
     # Parameters
@@ -135,13 +165,13 @@ class Pipeline(ModelParts):
 
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
         split = [micro_batch for batch in batches for micro_batch in self._split(batch)]
-        batches = [self.objective.with_reference(batch, self.models, self._forward) for batch in split]
-        tokens, positions, documents, labels = self._inputs(batches)
-        self._fields = {name: _concat(batches, name) for name in self.objective.fields}
+        split = [self.objective.with_reference(batch, self.models, self._forward) for batch in split]
+        tokens, positions, documents, labels = self._inputs(split)
+        self._fields = {name: _concat(split, name) for name in self.objective.fields}
+        self._scale, self._rows_per_batch = scale, len(tokens) // len(batches)
         if self.schedule is None:
             self.schedule = self.new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])
-        self._scale = scale
-        self._total.zero_()
+        self._totals = self._totals.new_zeros(len(batches), self._totals.shape[1])
         extra = {"positions": positions, "documents": documents, "labels": labels}
         self.schedule.step(
             *([tokens] if 0 in self.stages else []),
@@ -150,7 +180,9 @@ class Pipeline(ModelParts):
             **{name: x for name, x in extra.items() if x is not None},
         )
         self._add_tied_gradients()
-        return [self._with_block_metrics(self._total * self.is_loss_rank)]
+        first, *others = self._totals * self.is_loss_rank
+        first = self._with_block_metrics(first)  # of all batches
+        return [first, *(F.pad(row, (0, len(first) - len(row))) for row in others)]
 
     def _inputs(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Concatenate the step's micro-batches; the schedule splits them again."""
@@ -182,7 +214,7 @@ class Pipeline(ModelParts):
         shape = (self.micro_batch * length,) if head is not None and head.reduction == "none" else ()
         loss = torch.empty(shape, dtype=loss_dtype, device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            _Stage(
                 model,
                 index,
                 len(self.owner),
@@ -193,6 +225,8 @@ class Pipeline(ModelParts):
             )
             for index, model in self.stages.items()
         ]
+        for stage in stages:
+            stage.bitwise, stage.per_batch = self.bitwise, self._rows_per_batch // self.micro_batch
         options: dict[str, Any] = {
             "n_microbatches": count,
             "loss_fn": self._scaled_loss,
@@ -228,7 +262,7 @@ class Pipeline(ModelParts):
     def _scaled_loss(self, output: Tensor, rows: Tensor) -> Tensor:
         """Return the scaled loss of a micro-batch; ``rows`` are its row indices within the step."""
         loss, sums = self.objective(output, {name: _rows(x, rows) for name, x in self._fields.items()})
-        self._total += sums
+        self._totals.index_add_(0, rows[:1] // self._rows_per_batch, sums[None])
         return loss * self._scale.to(loss.dtype)
 
     def _add_tied_gradients(self) -> None:
@@ -263,7 +297,7 @@ class Pipeline(ModelParts):
         batch = self.objective.with_reference(batch, self.models, self._forward)
         output = self._forward(batch)
         if output is None:
-            return self._total.new_zeros(1 + len(self.objective.names))
+            return torch.zeros_like(self._totals[0])
         return self.objective(output, batch)[1] * self.is_loss_rank
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:

@@ -301,19 +301,20 @@ def _count(config: Config, batch: BatchShape, pp: int) -> int:
     """Return the number of micro-batches in the fake step, the fewest that reach the peak memory of all: the
     first, the last and one in between; in a pipeline two per rank, unless its schedule runs all forwards
     first. Bitwise sums grow with all of them."""
-    if config.debug.bitwise_data_parallel:
-        return batch.accumulation
+    options, grows = config.parallelism, config.debug.bitwise_data_parallel
     if pp == 1:
-        return min(batch.accumulation, 3)
-    options = config.parallelism
+        return batch.accumulation if grows else min(batch.accumulation, 3)
     count = batch.local * batch.accumulation // options.pipeline_parallel_microbatch_size
-    all_alive = options.pipeline_parallel_schedule in _ALL_FORWARDS_FIRST
+    all_alive = grows or options.pipeline_parallel_schedule in _ALL_FORWARDS_FIRST
     return count if all_alive or options.pipeline_parallel_schedule_csv else min(count, 2 * pp)
 
 
 def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[MicroBatch]:
-    """Return the micro-batches of the fake step; for pairs of answers they have document indices."""
+    """Return the batches of the fake step, of ``count`` micro-batches; for pairs of answers they have
+    document indices."""
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
+    if config.debug.bitwise_data_parallel:  # a pipeline reduces the gradients of each batch
+        rows, count = batch.local, count * rows // batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.compares
     return [

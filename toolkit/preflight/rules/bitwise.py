@@ -7,6 +7,7 @@ from toolkit.preflight.planned_run import PlannedRun, rule
 
 _KEY = "debug.bitwise_data_parallel"
 _OPTIMIZERS = ("AdamW", "Adam", "AdamW8bit", "Muon")
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 _GLOBAL, _LOCAL = "training.global_batch_size", "training.local_batch_size"
 
 
@@ -16,19 +17,36 @@ def bitwise_data_parallel_runs(run: PlannedRun) -> list[Problem]:
     config = run.config
     if not config.debug.bitwise_data_parallel:
         return []
+    options = config.parallelism
+    is_piped = options.pipeline_parallel_degree > 1
     refused = {
+        "parallelism.pipeline_parallel_schedule": (
+            is_piped and options.pipeline_parallel_schedule not in _SCHEDULES,
+            "gradients are reduced after each batch, in order",
+            f"set it to {join_or(_SCHEDULES)}",
+        ),
+        "parallelism.pipeline_parallel_schedule_csv": (
+            is_piped and bool(options.pipeline_parallel_schedule_csv),
+            "gradients are reduced after each batch, in order",
+            "remove it",
+        ),
         "parallelism.pipeline_parallel_degree": (
-            config.parallelism.pipeline_parallel_degree > 1,
-            "a pipeline adds the gradients of its micro-batches before ranks exchange them",
+            is_piped and run.model is not None and run.model.moe is not None,
+            "stages add up the losses of their routers",
             "set it to 1",
         ),
+        "parallelism.pipeline_parallel_microbatch_size": (
+            is_piped and config.training.local_batch_size % options.pipeline_parallel_microbatch_size > 0,
+            f"it must divide {_LOCAL}, which is {config.training.local_batch_size}",
+            f"set {_LOCAL} to a multiple of it",
+        ),
         "parallelism.expert_parallel_degree": (
-            config.parallelism.expert_parallel_degree > 1,
+            options.expert_parallel_degree > 1,
             "experts add the rows of several ranks",
             "set it to 1",
         ),
         "parallelism.fsdp_sync_each_batch": (
-            not config.parallelism.fsdp_sync_each_batch,
+            not options.fsdp_sync_each_batch,
             "ranks exchange the gradients of each micro-batch",
             "set it to true",
         ),
