@@ -6,6 +6,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,10 @@ from tests.training import MESHES, small_config, small_trainer
 from toolkit.commands import compare_runs
 from toolkit.distributed.dtensor import local
 from toolkit.metrics.fingerprint import fingerprints
+from toolkit.metrics.jsonl import FINGERPRINTS
 from toolkit.parallel.bitwise import PairwiseSum, _exact_row_squares, row_squares
 
+ROOT = Path(__file__).parents[2]
 STEPS = 20
 Layout = tuple[int, dict[str, Any]]
 ONE: Layout = (1, {})
@@ -212,6 +218,50 @@ def test_a_run_that_moves_between_sizes_keeps_its_bits(
     code = compare_runs.main([str(tmp_path / "alone"), str(tmp_path / "moved")])
     said = capsys.readouterr().out
     assert code == 0 and "fingerprints of 12" in said, said
+
+
+def _start(folder: Path, ranks: int) -> subprocess.Popen[str]:
+    flags = [
+        f"--job.dump_folder={folder}", f"--data.cache_folder={folder.parent / 'cache'}",
+        "--training.steps=24", "--training.seq_len=32", "--training.global_batch_size=24",
+        "--training.local_batch_size=1", "--training.mixed_precision_param=bfloat16",
+        "--checkpoint.interval=2", "--validation.freq=12", "--validation.samples=7",
+        "--debug.bitwise_data_parallel=true", "--optimizer.implementation=foreach",
+        "--metrics.fingerprint_every=1", "--metrics.log_freq=1",
+    ]  # fmt: skip
+    environment = os.environ | {"NGPU": str(ranks)}
+    return subprocess.Popen(
+        ["./run_train.sh", *flags], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def _reached(folder: Path) -> int:
+    """The last step that a run has logged."""
+    return max((step for step, values in compare_runs.read_steps(folder).items() if "weights" in values))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_a_run_that_is_killed_and_moved_keeps_its_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    said = _start(alone, 1).communicate(timeout=600)[0]
+    assert _reached(alone) == 24, said
+    for ranks, stop in ((8, 5), (3, 11), (6, 17)):
+        run = _start(moved, ranks)
+        while not (moved / FINGERPRINTS).exists() or _reached(moved) < stop:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.1)
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate(timeout=60)
+        assert stop <= _reached(moved) < 24
+    said = _start(moved, 1).communicate(timeout=600)[0]
+    assert "resum" in said
+    code = compare_runs.main([str(alone), str(moved)])
+    said = capsys.readouterr().out
+    assert code == 0 and "compared steps 1 to 24, 24 in all, fingerprints of 24" in said, said
 
 
 # A fault, and what is said of it
