@@ -67,7 +67,7 @@ def main() -> None:
     runs = {}
     for run, name in NAMES.items():
         seed = ["--debug.seed=1"] if "seed" in run else []
-        runs[run] = train(folder, run, 1, {}, [*common, f"--optimizer.name={name}", *seed])
+        runs[run] = train(folder, run, 1, [*common, f"--optimizer.name={name}", *seed])
     command = f"python -m benchmarks.adamw_8bit --steps {options.steps}"
     lines = [
         "# Moments in 8 bits",

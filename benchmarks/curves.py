@@ -1,7 +1,8 @@
-"""Compare the curves of one run on any mesh: the debug run on eight layouts of eight ranks and one process,
-or with ``--experts`` that of a mixture of experts on layouts with expert parallelism.
+"""Compare the curves of one run on any mesh: the debug run on eight layouts of eight ranks and one process.
+With ``--layouts experts``, a mixture of experts on layouts with expert parallelism; with ``bitwise``, other
+numbers of ranks with ``debug.bitwise_data_parallel`` and without.
 
-    python -m benchmarks.curves [--steps 200] [--precision float32] [--experts] [--folder FOLDER]
+    python -m benchmarks.curves [--steps 200] [--precision float32] [--layouts mesh] [--folder FOLDER]
                                 [--output benchmarks/results/curves.md] [--plot docs/curves.png]
 
 The curves lie over one another in one plot, and below it the relative difference of each from one process.
@@ -56,6 +57,16 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Ranks and options of ``parallelism``."""
 
+BITWISE = ["--debug.bitwise_data_parallel=true", "--optimizer.implementation=foreach"]
+_SMALL = ["--training.seq_len=64", "--training.local_batch_size=1", "--training.global_batch_size=24"]
+BITWISE_RUNS: dict[str, tuple[int, list[str]]] = {
+    "2 ranks": (2, []),
+    "3 ranks": (3, []),
+    "2 ranks, bitwise": (2, BITWISE),
+    "3 ranks, bitwise": (3, BITWISE),
+    "8 ranks, bitwise": (8, BITWISE),
+}
+
 ONE, OTHER_SEED = "one process", "one process, another seed"
 
 
@@ -65,26 +76,18 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
 
 
-def train(
-    folder: Path,
-    name: str,
-    ranks: int,
-    options: dict[str, Any],
-    arguments: list[str],
-    config: str = CONFIG,
-) -> list[float]:
+def flags(layout: dict[str, Any]) -> list[str]:
+    """Command-line flags of options of ``parallelism``."""
+    return [f"--parallelism.{key}={value}" for key, value in layout.items()]
+
+
+def train(folder: Path, name: str, ranks: int, arguments: list[str], config: str = CONFIG) -> list[float]:
     """The losses of the run ``name``, which is in ``folder`` or is run there."""
     place = folder / name.replace(" ", "_")
     if not (place / "done").exists():
-        flags = [f"--parallelism.{key}={value}" for key, value in options.items()]
-        flags += [
-            f"--job.dump_folder={place}",
-            "--metrics.log_freq=1",
-            "--checkpoint.enable=false",
-            *arguments,
-        ]
+        said = [f"--job.dump_folder={place}", "--metrics.log_freq=1", "--checkpoint.enable=false", *arguments]
         environment = os.environ | {"CONFIG_FILE": config, "NGPU": str(ranks)}
-        subprocess.run(["./run_train.sh", *flags], env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["./run_train.sh", *said], env=environment, check=True, stdout=subprocess.DEVNULL)
         (place / "done").touch()
         print(f"{name}: {losses(place)[-1]:.4f}", flush=True)
     return losses(place)
@@ -121,7 +124,7 @@ def draw(runs: dict[str, list[float]], output: Path, title: str) -> None:
             below.plot(steps, [max(x, 1e-9) for x in differences(run, runs[ONE])], color=color, linewidth=1)
         above.plot([], [], color=color, linewidth=2, label=name)
     above.set(title=title, ylabel="loss, nats a token")
-    below.set(xlabel="step", ylabel="relative difference", yscale="log")
+    below.set(xlabel="step", ylabel="relative difference (0 as 1e-9)", yscale="log")
     above.legend(fontsize=8, frameon=False)
     save(figure, output)
 
@@ -138,26 +141,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--experts", action="store_true", help="a mixture of experts on two and four ranks")
+    parser.add_argument("--layouts", choices=("mesh", "experts", "bitwise"), default="mesh")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "curves"))
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     parser.add_argument("--plot", type=Path, help="PNG to write")
     options = parser.parse_args()
     machine = describe()
-    config, layouts = CONFIG, {name: (8, layout) for name, layout in LAYOUTS.items()}
-    if options.experts:
-        config, layouts = EXPERTS_CONFIG, EXPERT_LAYOUTS
-    folder = options.folder / Path(config).stem / options.precision / str(options.steps)
     common = [f"--training.steps={options.steps}", f"--training.mixed_precision_param={options.precision}"]
-    runs = {ONE: train(folder, ONE, 1, {}, common, config)}
+    config, what = CONFIG, f"{CONFIG} on eight ranks"
+    layouts = {name: (8, flags(layout)) for name, layout in LAYOUTS.items()}
+    if options.layouts == "experts":
+        config, what = EXPERTS_CONFIG, f"{EXPERTS_CONFIG} on two and four ranks"
+        layouts = {name: (ranks, flags(layout)) for name, (ranks, layout) in EXPERT_LAYOUTS.items()}
+    one = common
+    if options.layouts == "bitwise":
+        what, layouts, common = f"{CONFIG} with `{' '.join(_SMALL)}`", BITWISE_RUNS, [*common, *_SMALL]
+        one = [*common, *BITWISE]
+    folder = options.folder / f"{Path(config).stem}-{options.layouts}" / options.precision / str(options.steps)
+    runs = {ONE: train(folder, ONE, 1, one, config)}
     for name, (ranks, layout) in layouts.items():
-        runs[name] = train(folder, name, ranks, layout, common, config)
-    if options.precision != "float32":
-        runs[OTHER_SEED] = train(folder, OTHER_SEED, 1, {}, [*common, "--debug.seed=1"], config)
-    flag = " --experts" if options.experts else ""
-    command = f"python -m benchmarks.curves --steps {options.steps} --precision {options.precision}{flag}"
-    where = "two and four ranks" if options.experts else "eight ranks"
-    text = report(runs, options.precision, command, machine, f"{config} on {where}")
+        runs[name] = train(folder, name, ranks, [*common, *layout], config)
+    if options.precision != "float32" and options.layouts != "bitwise":
+        runs[OTHER_SEED] = train(folder, OTHER_SEED, 1, [*common, "--debug.seed=1"], config)
+    command = (
+        f"python -m benchmarks.curves --steps {options.steps} --precision {options.precision} "
+        f"--layouts {options.layouts}"
+    )
+    text = report(runs, options.precision, command, machine, what)
     print(text)
     if options.output:
         options.output.write_text(text)

@@ -90,7 +90,7 @@ def main() -> None:
     machine, folder = describe(), options.folder / str(options.steps)
     common = [f"--training.steps={options.steps}", "--training.mixed_precision_param=float32"]
     for name, arguments in RUNS.items():
-        train(folder, name, 1, {}, [*common, *arguments], EXPERTS_CONFIG)
+        train(folder, name, 1, [*common, *arguments], EXPERTS_CONFIG)
     command = f"python -m benchmarks.moe_balance --steps {options.steps}"
     text = report(folder, options.steps, command, machine)
     print(text)

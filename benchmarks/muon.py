@@ -40,7 +40,7 @@ def losses(folder: Path, steps: int) -> dict[str, Any]:
     found = {}
     for run, (name, *flags) in RUNS.items():
         flags = [f"--training.steps={steps}", "--training.mixed_precision_param=bfloat16", *flags]
-        trained = train(folder / str(steps), run, 1, {}, [*flags, f"--optimizer.name={name}"])
+        trained = train(folder / str(steps), run, 1, [*flags, f"--optimizer.name={name}"])
         lines = (folder / str(steps) / run.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
         held_out = [it["validation_loss"] for line in lines if "validation_loss" in (it := json.loads(line))]
         found[run] = {"loss": statistics.mean(trained[-LAST:]), "validation": held_out}

@@ -141,7 +141,8 @@ class BitwiseSums:
         cp = mesh.cp.size() if mesh.cp else 1
         self._leaves = mesh.dp_size * cp
         self._leaf = mesh.dp_rank * cp + (mesh.cp.get_local_rank() if mesh.cp else 0)
-        self._stage_group = flatten_mesh(mesh.world[mesh.world.mesh_dim_names[1:]]).get_group()
+        of_stage = mesh.world.mesh_dim_names[1:] if mesh.pp and mesh.world.mesh_dim_names else ()
+        self._stage_group = flatten_mesh(mesh.world[of_stage]).get_group() if of_stage else None
         self.last, self._seed = True, 0
 
     def begin_step(self) -> None:
