@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.machine import describe
 from tests.curves import differences
+from toolkit.commands import compare_runs
 
 CONFIG = "train_configs/debug_model.toml"
 _PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
@@ -58,6 +59,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks and options of ``parallelism``."""
 
 BITWISE = ["--debug.bitwise_data_parallel=true", "--optimizer.implementation=foreach"]
+_FINGERPRINTS = "--metrics.fingerprint_every=1"
 _SMALL = ["--training.seq_len=64", "--training.local_batch_size=1", "--training.global_batch_size=24"]
 BITWISE_RUNS: dict[str, tuple[int, list[str]]] = {
     "2 ranks": (2, []),
@@ -76,6 +78,11 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
 
 
+def place_of(folder: Path, name: str) -> Path:
+    """The folder of a run."""
+    return folder / name.replace(" ", "_")
+
+
 def flags(layout: dict[str, Any]) -> list[str]:
     """Command-line flags of options of ``parallelism``."""
     return [f"--parallelism.{key}={value}" for key, value in layout.items()]
@@ -83,7 +90,7 @@ def flags(layout: dict[str, Any]) -> list[str]:
 
 def train(folder: Path, name: str, ranks: int, arguments: list[str], config: str = CONFIG) -> list[float]:
     """The losses of the run ``name``, which is in ``folder`` or is run there."""
-    place = folder / name.replace(" ", "_")
+    place = place_of(folder, name)
     if not (place / "done").exists():
         said = [f"--job.dump_folder={place}", "--metrics.log_freq=1", "--checkpoint.enable=false", *arguments]
         environment = os.environ | {"CONFIG_FILE": config, "NGPU": str(ranks)}
@@ -91,6 +98,15 @@ def train(folder: Path, name: str, ranks: int, arguments: list[str], config: str
         (place / "done").touch()
         print(f"{name}: {losses(place)[-1]:.4f}", flush=True)
     return losses(place)
+
+
+def first_difference(folder: Path, name: str) -> str:
+    """What compare-runs says of a run beside that of one process."""
+    first, other = (compare_runs.read_steps(place_of(folder, run)) for run in (ONE, name))
+    for step in sorted(first):
+        if lines := compare_runs.difference(first[step], other[step]):
+            return f"step {step}, {lines[0]}"
+    return f"none in {len(first)} steps"
 
 
 def report(runs: dict[str, list[float]], precision: str, command: str, machine: str, what: str) -> str:
@@ -155,7 +171,8 @@ def main() -> None:
         layouts = {name: (ranks, flags(layout)) for name, (ranks, layout) in EXPERT_LAYOUTS.items()}
     one = common
     if options.layouts == "bitwise":
-        what, layouts, common = f"{CONFIG} with `{' '.join(_SMALL)}`", BITWISE_RUNS, [*common, *_SMALL]
+        what, layouts = f"{CONFIG} with `{' '.join(_SMALL)}`", BITWISE_RUNS
+        common = [*common, *_SMALL, _FINGERPRINTS]
         one = [*common, *BITWISE]
     folder = options.folder / f"{Path(config).stem}-{options.layouts}" / options.precision / str(options.steps)
     runs = {ONE: train(folder, ONE, 1, one, config)}
@@ -168,6 +185,10 @@ def main() -> None:
         f"--layouts {options.layouts}"
     )
     text = report(runs, options.precision, command, machine, what)
+    if options.layouts == "bitwise":
+        text += "\nFirst differences of fingerprints from one process:\n\n" + "".join(
+            f"- {name}: {first_difference(folder, name)}\n" for name in layouts
+        )
     print(text)
     if options.output:
         options.output.write_text(text)
