@@ -102,22 +102,30 @@ def _select_gpus(rows: list[list[str]], names: list[str]) -> list[list[str]]:
 
 
 _simulated: str | None = None
+_expert_load = 1.0
 
 
 @contextmanager
-def simulate(device: str) -> Iterator[None]:
-    """Make fake tensors on the CPU represent tensors on the device type ``device``."""
-    global _simulated
-    before, _simulated = _simulated, device
+def simulate(device: str, *, expert_load: float = 1.0) -> Iterator[None]:
+    """Make fake tensors on the CPU represent tensors on the device type ``device``. The experts of a rank get
+    ``expert_load`` times the mean of the rows of their group."""
+    global _simulated, _expert_load
+    before = _simulated, _expert_load
+    _simulated, _expert_load = device, expert_load
     try:
         yield
     finally:
-        _simulated = before
+        _simulated, _expert_load = before
 
 
 def is_simulated() -> bool:
     """Report whether tensors are fake, inside :func:`simulate`."""
     return _simulated is not None
+
+
+def simulated_expert_load() -> float:
+    """Return the load of this rank's experts inside :func:`simulate`, divided by the mean."""
+    return _expert_load
 
 
 def cached_tensors(function: Callable[..., R]) -> Callable[..., R]:

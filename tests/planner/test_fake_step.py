@@ -11,6 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests import meshes
@@ -20,6 +22,7 @@ from tests.training import small_trainer
 from toolkit.config import Config
 from toolkit.distributed.dtensor import local
 from toolkit.distributed.process_group import DTYPES
+from toolkit.models.common.moe import Router
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel import fsdp
 from toolkit.parallel.dims import degrees
@@ -169,6 +172,27 @@ def _check(layouts: list[str], folder: Path) -> dict[str, float]:
 
 def test_a_forecast_is_what_a_step_takes(tmp_path: Path) -> None:
     assert len(_check(FAST, tmp_path)) == len(FAST)
+
+
+def _first_experts(self: Router, scores_TE: Tensor, _: Tensor | None) -> Tensor:
+    return torch.arange(self.args.top_k).expand(len(scores_TE), -1)
+
+
+def _of_first_experts(folder: str, layout: str) -> Any:
+    with patch.object(Router, "_choose", _first_experts):
+        return _real(folder, [layout])[layout]
+
+
+def test_a_forecast_of_a_rank_whose_experts_get_all_tokens(tmp_path: Path) -> None:
+    layout = "shard2 ep2 moe"
+    ranks = run_world(_of_first_experts, 2, str(tmp_path), layout, timeout=300)
+    config = _config(tmp_path, layout)
+    mesh = degrees(config.parallelism, 2)
+    assert mesh and ranks[0][1].peak > 1.05 * ranks[1][1].peak
+    for rank, load in enumerate((2.0, 0.0)):
+        args, real = ranks[rank][:2]
+        said = step_memory(config, args, mesh, rank, param_dtype=torch.float32, expert_load=load)
+        assert said.peak == pytest.approx(real.peak, rel=0.05)
 
 
 @pytest.mark.exhaustive

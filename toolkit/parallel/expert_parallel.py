@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.distributed import collectives
-from toolkit.hardware import is_simulated
+from toolkit.hardware import is_simulated, simulated_expert_load
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.moe import Compute, Experts, Permute, inverse
 from toolkit.parallel.tensor_parallel import COLUMN, distribute_parameters
@@ -63,11 +63,12 @@ def exchange_rows(rows_MD: Tensor, counts_E: Tensor, compute: Compute, *, group:
 
 
 def _row_counts(sent_RE: Tensor, received_RE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows to send to and receive from each rank; balanced in a simulation."""
+    """Return the numbers of rows to send to and receive from each rank; in a simulation, all ranks send
+    alike."""
     if is_simulated():
         ranks = len(sent_RE)
         sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        return sizes, sizes
+        return sizes, [round(size * simulated_expert_load()) for size in sizes]
     sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
     return sent, received
 

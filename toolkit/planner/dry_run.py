@@ -71,8 +71,10 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
         options: dict[str, Any] = {"param_dtype": DTYPES[run.precision], "target": run.hardware.device}
         state = rank_state(config, run.model, run.mesh, rank, **options)
         step = step_memory(config, run.model, run.mesh, rank, **options)
+        ep = run.mesh.ep
+        worst = step_memory(config, run.model, run.mesh, rank, expert_load=ep, **options) if ep > 1 else None
         sent = step_traffic(config, run.model, run.mesh, rank, **options)
-        print("\n".join(_describe_rank(run, state, step, sent, alike.get(rank, []))), flush=True)
+        print("\n".join(_describe_rank(run, state, step, worst, sent, alike.get(rank, []))), flush=True)
     return EXIT_FINISHED
 
 
@@ -227,7 +229,12 @@ def distinct_ranks(run: PlannedRun) -> dict[int, list[int]]:
 
 
 def _describe_rank(
-    run: PlannedRun, found: RankState, step: StepMemory, sent: Sequence[Exchange], alike: Sequence[int]
+    run: PlannedRun,
+    found: RankState,
+    step: StepMemory,
+    worst: StepMemory | None,
+    sent: Sequence[Exchange],
+    alike: Sequence[int],
 ) -> Iterator[str]:
     assert run.mesh
     place = coordinates(run.mesh, found.rank)
@@ -241,7 +248,7 @@ def _describe_rank(
     yield f"\nrank {found.rank}{f' ({where})' if where else ''}{stages}"
     if alike:
         yield f"  same on ranks {_abbreviate([str(rank) for rank in alike])}"
-    for name, size, note in [*_state_rows(run, found), *_step_rows(step), *_traffic_rows(sent)]:
+    for name, size, note in [*_state_rows(run, found), *_step_rows(step, worst), *_traffic_rows(sent)]:
         yield f"  {name:<23} {_size(size):>11}  {note}".rstrip()
     rows = list(_shape_rows(found.parts))
     width = max(len(name) for name, _, _ in rows)
@@ -279,9 +286,12 @@ def _state_rows(run: PlannedRun, found: RankState) -> Iterator[tuple[str, int, s
         yield "unsharded gradients", whole * BYTES[reduced], f"{reduced}, until the last micro-batch"
 
 
-def _step_rows(step: StepMemory) -> Iterator[tuple[str, int, str]]:
-    """Yield the peak memory of a step, by purpose."""
+def _step_rows(step: StepMemory, worst: StepMemory | None) -> Iterator[tuple[str, int, str]]:
+    """Yield the peak memory of a step, by purpose; ``worst`` is that of a rank whose experts get all
+    tokens."""
     yield "peak of a step", step.peak, f"in {step.moment}"
+    if worst:
+        yield "  worst routing", worst.peak, "this rank's experts get all tokens of its ep group"
     for part, size in sorted(step.parts.items(), key=lambda it: -it[1]):
         yield f"  {part}", size, ""
 

@@ -182,6 +182,7 @@ def fake_run(
     param_dtype: torch.dtype,
     target: str = "cpu",
     count: int | None = None,
+    expert_load: float = 1.0,
 ) -> Iterator[FakeRun]:
     """Build ``rank`` of a run that passed the preflight for the device type ``target``.
 
@@ -193,7 +194,7 @@ def fake_run(
     device = torch.device("cpu")
     batch = _batch(config, layout)
     with fake_world(rank, layout.world_size), ExitStack() as stack:
-        stack.enter_context(simulate(target))
+        stack.enter_context(simulate(target, expert_load=expert_load))
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         if target == "cuda":
@@ -238,11 +239,13 @@ def step_memory(
     *,
     param_dtype: torch.dtype,
     target: str = "cpu",
+    expert_load: float = 1.0,
 ) -> StepMemory:
-    """Measure the memory of a step of ``rank`` in a :func:`fake_run`. A row is one document; with several
-    documents, attention on a CPU takes less memory."""
+    """Measure the memory of a step of ``rank`` in a :func:`fake_run`, whose experts get ``expert_load`` times
+    the mean of rows. A row is one document; with several documents, attention on a CPU takes less memory."""
+    options: dict[str, Any] = {"param_dtype": param_dtype, "target": target, "expert_load": expert_load}
     with (
-        fake_run(config, args, layout, rank, param_dtype=param_dtype, target=target) as run,
+        fake_run(config, args, layout, rank, **options) as run,
         track_memory(run.model_parts.models, run.optimizer, run.state) as summarize,
     ):
         run.step()
