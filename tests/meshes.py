@@ -464,6 +464,7 @@ MORE = [
     "shard4 ep2 moe balanced accumulate3",
     "replicate2 shard4 ep2 moe aux HYBRID_SHARD accumulate3",
     "replicate2 shard2 ep2 moe aux-seq HYBRID_SHARD_ZERO2 tied",
+    "pp2 shard2 1F1B ep2 moe aux balanced",
     "shard2 tp2 ep2 moe aux",
     "shard2 tp2 ep4 moe aux-seq tied AC-op",
     "tp4 ep4 moe aux accumulate3",

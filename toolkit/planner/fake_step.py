@@ -316,7 +316,7 @@ def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[Mic
     """Return the batches of the fake step, of ``count`` micro-batches; for pairs of answers they have
     document indices."""
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
-    if config.debug.bitwise_data_parallel:  # a pipeline reduces the gradients of each batch
+    if count * rows % batch.local == 0:  # as many rows as a run's batches, which a pipeline splits
         rows, count = batch.local, count * rows // batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.compares
