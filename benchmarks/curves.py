@@ -156,7 +156,7 @@ def save(figure: Any, output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--layouts", choices=("mesh", "experts", "bitwise"), default="mesh")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "curves"))
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
@@ -164,6 +164,8 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe()
     common = [f"--training.steps={options.steps}", f"--training.mixed_precision_param={options.precision}"]
+    if options.precision == "float64":
+        common += ["--training.dtype=float64", "--training.mixed_precision_reduce=float64"]
     config, what = CONFIG, f"{CONFIG} on eight ranks"
     layouts = {name: (8, flags(layout)) for name, layout in LAYOUTS.items()}
     if options.layouts == "experts":
@@ -178,7 +180,7 @@ def main() -> None:
     runs = {ONE: train(folder, ONE, 1, one, config)}
     for name, (ranks, layout) in layouts.items():
         runs[name] = train(folder, name, ranks, [*common, *layout], config)
-    if options.precision != "float32" and options.layouts != "bitwise":
+    if options.precision == "bfloat16" and options.layouts != "bitwise":
         runs[OTHER_SEED] = train(folder, OTHER_SEED, 1, [*common, "--debug.seed=1"], config)
     command = (
         f"python -m benchmarks.curves --steps {options.steps} --precision {options.precision} "
