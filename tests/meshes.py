@@ -180,6 +180,15 @@ WORDS: dict[str, Settings] = {
         "model.ffn_dim": 512,
     },
     "muon": {"optimizer.name": "Muon"},
+    # Rates and decays by name, and rates by depth.
+    "groups": {
+        "optimizer.groups": {
+            "ends": {"params": ["tok_embeddings.*", "output.*"], "lr": 3e-4},
+            "some": {"params": ["*norm.weight", "layers.2.*"], "weight_decay": 0.3},
+        },
+        "optimizer.layer_lr_decay": 0.8,
+    },
+    "loraplus": {"optimizer.loraplus_lr_ratio": 16.0},
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     "router": {"finetune.lora.target_modules": ["all-linear", "gate"]},
@@ -263,6 +272,8 @@ CURVES = (
     "biases-only",
     "adamw-8bit",
     "muon",
+    "groups",
+    "loraplus",
     "regularized",
     "weighted",
     "qwen3",
@@ -409,6 +420,8 @@ FAST = [
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
+    "pp2 tp2 1F1B groups tied",
+    "shard2 groups muon",
     "shard2 tp2 ep2 moe muon balanced",
     # Another loss.
     "pp2 cp2 1F1B regularized tied accumulate3",
@@ -818,6 +831,10 @@ MORE = [
     "pp2 tp2 Interleaved1F1B layers8 muon",
     "pp2 replicate2 shard2 ZBVZeroBubble never muon",
     "pp4 GPipe bare-ends muon",
+    *(f"{mesh} groups" for mesh in ("shard4", "replicate2 shard2 HYBRID_SHARD", "tp2 tied", "cp2")),
+    "pp2 ZBVZeroBubble never groups",
+    "shard2 groups adamw-8bit",
+    "shard2 ep2 moe groups",
     "shard4 moe muon",
     "tp2 moe muon",
     "shard2 tp2 moe muon accumulate3",
@@ -955,6 +972,8 @@ FINETUNED_MORE = [
     "shard2 tp2 ep2 etp2 moe-wide qlora",
     "shard2 ep2 compiled moe-wide qlora AC-full",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
+    "shard2 tp2 lora loraplus",
+    "pp2 1F1B lora loraplus groups",
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",
 ]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.optim.grad_clip import clip_, global_norm
+from toolkit.optim.optimizer import set_learning_rate
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, count_valid, divisor
 from toolkit.step_hooks import StepResult
@@ -111,8 +112,7 @@ class TrainStep:
             of_batches = [model_parts.objective.count([batch]).double() for batch in batches]
             items = bitwise.total(torch.stack(of_batches)[:, None] * model_parts.is_loss_rank)[0]
         scale = 1.0 / divisor(items).double()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         rows = model_parts.backward(batches, scale, 1.0 / divisor(all_tokens).double())
         local_sums = rows.sum(0)
         experts = model_parts.expert_load

@@ -15,7 +15,7 @@ from toolkit.config.custom_import import component_error
 from toolkit.config.schema import registry
 from toolkit.distributed.dtensor import clean_name
 from toolkit.errors import ConfigError, first_few
-from toolkit.optim.optimizer import NamedParameters
+from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
 _KEY = "optimizer.name"
 
@@ -42,6 +42,22 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
     ]
     if omitted:
         raise wrong(f"omits {first_few(omitted, 3)}, which require gradients")
+    if config.optimizer.has_groups:
+        asked = {
+            id(it): (group["lr_ratio"], group["weight_decay"])
+            for group in parameter_groups(named, config)
+            for _, it in group["params"]
+        }
+        used = {
+            id(it): (group.get("lr_ratio"), group.get("weight_decay"))
+            for group in optimizer.param_groups
+            for it in group["params"]
+        }
+        if any(used[key] != asked[key] for key in asked):
+            raise wrong(
+                "ignores optimizer.groups, layer_lr_decay or loraplus_lr_ratio: its groups must be "
+                "those of toolkit.optim.optimizer.parameter_groups(parameters, config)"
+            )
     is_adam = isinstance(optimizer, Adam) and not optimizer.defaults.get("amsgrad")
     if config.checkpoint.enable and not is_adam and not hasattr(optimizer, "fresh_state"):
         raise wrong(
