@@ -188,6 +188,8 @@ WORDS: dict[str, Settings] = {
         },
         "optimizer.layer_lr_decay": 0.8,
     },
+    # Much noise, so that another one shows.
+    "neftune": {"finetune.neftune_noise_alpha": 50.0},
     "loraplus": {"optimizer.loraplus_lr_ratio": 16.0},
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
@@ -274,6 +276,7 @@ CURVES = (
     "muon",
     "groups",
     "loraplus",
+    "neftune",
     "regularized",
     "weighted",
     "qwen3",
@@ -423,6 +426,9 @@ FAST = [
     "pp2 tp2 1F1B groups tied",
     "shard2 groups muon",
     "shard2 tp2 ep2 moe muon balanced",
+    # Noise.
+    "shard2 tp2 neftune accumulate3",
+    "pp2 cp2 Interleaved1F1B neftune tied",
     # Another loss.
     "pp2 cp2 1F1B regularized tied accumulate3",
     # Weights of tokens.
@@ -831,6 +837,19 @@ MORE = [
     "pp2 tp2 Interleaved1F1B layers8 muon",
     "pp2 replicate2 shard2 ZBVZeroBubble never muon",
     "pp4 GPipe bare-ends muon",
+    *(
+        f"{mesh} neftune"
+        for mesh in (
+            "replicate2 shard2 tied AC-full",
+            "shard2 cp2 head-first",
+            "cp2 tp2 tied accumulate3",
+            "pp2 DualPipeV never accumulate3",
+            "pp2 ZBVZeroBubble never unmasked",
+            "pp2 tp2 1F1B",
+            "shard2 ep2 moe aux accumulate3",
+            "shard2 bitwise accumulate3",
+        )
+    ),
     *(f"{mesh} groups" for mesh in ("shard4", "replicate2 shard2 HYBRID_SHARD", "tp2 tied", "cp2")),
     "pp2 ZBVZeroBubble never groups",
     "shard2 groups adamw-8bit",
@@ -973,6 +992,8 @@ FINETUNED_MORE = [
     "shard2 ep2 compiled moe-wide qlora AC-full",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
     "shard2 tp2 lora loraplus",
+    "shard2 cp2 qlora neftune",
+    "pp2 1F1B neftune freeze-first",
     "pp2 1F1B lora loraplus groups",
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",

@@ -236,6 +236,8 @@ class Trainer:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
             seed_step(self.seed, step, 0 if self.model_parts.bitwise else self.mesh.dp_rank)
+            if self.model_parts.noise:
+                self.model_parts.noise.step = step
             with speed.data_wait():
                 micro_batches = list(islice(self._batches, self.batch.accumulation))
             for hook in self.hooks:

@@ -53,6 +53,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "muon": {"optimizer": {"name": "Muon"}},
     "groups": GROUPS,
+    "neftune": {"finetune": {"neftune_noise_alpha": 5.0}},
     "AdamW8bit": {"optimizer": {"name": "AdamW8bit"}, **WIDE},
     "for-loop": {"optimizer": {"implementation": "for-loop"}},
     "experts": EXPERTS,

@@ -109,6 +109,7 @@ ACTS = {
     "training.dataloader.num_workers",
     "finetune.adapter",
     "finetune.classification.num_labels",
+    "finetune.neftune_noise_alpha",
     "finetune.freeze_first_layers",
     "finetune.freeze_last_layers",
     "training.format",
