@@ -188,6 +188,7 @@ WORDS: dict[str, Settings] = {
         },
         "optimizer.layer_lr_decay": 0.8,
     },
+    "ema": {"optimizer.ema_decay": 0.5},
     # Much noise, so that another one shows.
     "neftune": {"finetune.neftune_noise_alpha": 50.0},
     "loraplus": {"optimizer.loraplus_lr_ratio": 16.0},
@@ -276,6 +277,7 @@ CURVES = (
     "muon",
     "groups",
     "loraplus",
+    "ema",
     "neftune",
     "regularized",
     "weighted",
@@ -426,6 +428,8 @@ FAST = [
     "pp2 tp2 1F1B groups tied",
     "shard2 groups muon",
     "shard2 tp2 ep2 moe muon balanced",
+    "shard2 tp2 ema",
+    "pp2 1F1B ema tied accumulate3",
     # Noise.
     "shard2 tp2 neftune accumulate3",
     "pp2 cp2 Interleaved1F1B neftune tied",
@@ -850,6 +854,19 @@ MORE = [
             "shard2 bitwise accumulate3",
         )
     ),
+    *(
+        f"{mesh} ema"
+        for mesh in (
+            "shard4 SHARD_GRAD_OP tied",
+            "replicate2 NO_SHARD",
+            "replicate2 shard2 HYBRID_SHARD",
+            "cp2 tied",
+            "pp2 DualPipeV never tied",
+            "shard2 muon",
+            "shard2 ep2 moe aux",
+            "shard2 bfloat16",
+        )
+    ),
     *(f"{mesh} groups" for mesh in ("shard4", "replicate2 shard2 HYBRID_SHARD", "tp2 tied", "cp2")),
     "pp2 ZBVZeroBubble never groups",
     "shard2 groups adamw-8bit",
@@ -993,6 +1010,8 @@ FINETUNED_MORE = [
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
     "shard2 tp2 lora loraplus",
     "shard2 cp2 qlora neftune",
+    "shard2 tp2 lora ema",
+    "pp2 1F1B ema freeze-first tied",
     "pp2 1F1B neftune freeze-first",
     "pp2 1F1B lora loraplus groups",
     "shard2 muon freeze-first",

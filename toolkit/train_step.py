@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.optim.ema import weight_average
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import set_learning_rate
 from toolkit.parallel.model_parts import ModelParts
@@ -145,6 +146,8 @@ class TrainStep:
         elif not self.updates_ahead:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
+        if accepted and (average := weight_average(self.optimizer)):
+            average.update()
         if accepted and experts:
             experts.update_biases(loads)
         self.optimizer.zero_grad()

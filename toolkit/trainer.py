@@ -33,6 +33,7 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
+from toolkit.optim.ema import weight_average
 from toolkit.optim.groups import GroupSummary, summaries
 from toolkit.optim.lr_scheduler import invalid_rate, is_registered, learning_rate, shortened_phases
 from toolkit.optim.optimizer import build_optimizer
@@ -78,7 +79,10 @@ class Trainer:
         if config.validation.enable:
             from toolkit.validate import Validator
 
-            self.validation = Validator(config, data, self.model_parts, device=device, **ranks)
+            average = weight_average(self.optimizer)
+            self.validation = Validator(
+                config, data, self.model_parts, device=device, average=average, **ranks
+            )
             self.train_state.best_of = self.validation.loader.identity
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.checkpointer: Checkpointer | None = None

@@ -45,14 +45,18 @@ LORA = {
 WIDE = {"model": {"dim": 256, "ffn_dim": 256, "n_layers": 1}}
 EXPERTS = {"model": {"name": "deepseek_v3", "n_kv_heads": 8}, "moe": {"aux_loss_coeff": 0.01}}
 GROUPS = {
-    "optimizer": {"groups": {"head": {"params": ["output.*"], "lr": 1e-4}}, "layer_lr_decay": 0.8},
+    "optimizer": {
+        "groups": {"head": {"params": ["output.*"], "lr": 1e-4}},
+        "layer_lr_decay": 0.8,
+        "ema_decay": 0.9,
+    },
 }
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "checkpointing": {"activation_checkpoint": {"mode": "full"}},
     "compiled": {"compile": {"enable": True}},
     "lora": LORA,
     "muon": {"optimizer": {"name": "Muon"}},
-    "groups": GROUPS,
+    "groups, ema": GROUPS,
     "neftune": {"finetune": {"neftune_noise_alpha": 5.0}},
     "AdamW8bit": {"optimizer": {"name": "AdamW8bit"}, **WIDE},
     "for-loop": {"optimizer": {"implementation": "for-loop"}},

@@ -36,7 +36,7 @@ def _noise(
 
 
 def _of(noise: EmbeddingNoise, batches: list[dict[str, Any]], split: int = 1) -> Tensor:
-    """What is added to embeddings of zeros, in all micro-batches."""
+    """Return what is added to embeddings of zeros, in all micro-batches."""
     noise.begin(batches)
     added = []
     for batch in batches:

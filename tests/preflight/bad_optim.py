@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import V100, Bad, bad
+from tests.preflight.bad_runs import V100, Bad, bad, save
 
 EARLY = "optimizer.early_step_in_backward"
 HEAD = "optimizer.groups.head"
@@ -78,6 +78,20 @@ CASES: list[Bad] = [
         " optimizer.groups.again.params=output.* optimizer.groups.again.weight_decay=0",
         "in groups before it",
         key="optimizer.groups.again.params",
+    ),
+    bad("average_is_used", "optimizer.ema_decay=0.999", "without checkpoints and validation"),
+    bad(
+        "average_is_used",
+        "checkpoint.last_save_model_only optimizer.ema_decay=0.999 checkpoint.enable",
+        "the last weights without their average",
+        "set it to false",
+    ),
+    bad(
+        "checkpoint_has_average",
+        "optimizer.ema_decay=0.999 checkpoint.enable",
+        "has no average of its weights",
+        'exclude_from_loading = ["ema"]',
+        prepare=lambda folder: save(folder, 4),
     ),
     bad("options_act", "optimizer.loraplus_lr_ratio=16", 'finetune.adapter = "none"'),
     bad(

@@ -165,6 +165,9 @@ class Optimizer(Table):
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """Implementation of the update; fused is the fastest."""
     muon: Annotated[MuonOptions, OnlyWith("optimizer.name", ("Muon",), rejected=True)] = MuonOptions()
+    ema_decay: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    """Decay per step of an exponential moving average of the trained weights, in fp32, such as 0.999. It is
+    saved in checkpoints, and validation also reports its loss. None: no average."""
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is ready, and free the gradient.
     Incompatible with gradient clipping and accumulation."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from toolkit.compat import init_adam_group
 from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
+from toolkit.optim.ema import WeightAverage
 from toolkit.optim.groups import parameter_options
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -96,7 +97,7 @@ def build_optimizer(parameters: NamedParameters, config: Config, *, n_layers: in
     Raises:
         ValueError: torch rejects an option, or ``layer_lr_decay`` is set without a number of blocks.
     """
-    options = config.optimizer
+    options, parameters = config.optimizer, list(parameters)
     if n_layers is not None:
         model = config.model.model_copy(update={"n_layers": n_layers})
         config = config.model_copy(update={"model": model})
@@ -111,8 +112,11 @@ def build_optimizer(parameters: NamedParameters, config: Config, *, n_layers: in
     else:
         build: Build = import_module(BUILDERS.get(options.name, "toolkit.optim.registered")).build
         optimizer = build(parameters, config)
-    if not options.early_step_in_backward:
-        return optimizer
-    from toolkit.optim.optimizer_in_backward import StepInBackward
+    if options.early_step_in_backward:
+        from toolkit.optim.optimizer_in_backward import StepInBackward
 
-    return StepInBackward(optimizer)
+        optimizer = StepInBackward(optimizer)
+    if options.ema_decay is not None:
+        average = WeightAverage((parameter for _, parameter in parameters), options.ema_decay)
+        optimizer.weight_average = average  # type: ignore[attr-defined]
+    return optimizer

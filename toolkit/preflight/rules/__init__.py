@@ -18,6 +18,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "optim": (
         "optimizer.no_decay",
         "optimizer.groups",
+        "optimizer.ema_decay",
         "optimizer.early_step_in_backward",
     ),
     "adamw_8bit": ("optimizer.name",),

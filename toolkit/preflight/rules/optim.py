@@ -48,6 +48,23 @@ def groups_apply(run: PlannedRun) -> list[Problem]:
     return problems
 
 
+@rule()
+def average_is_used(run: PlannedRun) -> list[Problem]:
+    """Check that the moving average of the weights is saved or validated, also by the last save."""
+    key, checkpoint = "optimizer.ema_decay", run.config.checkpoint
+    if run.config.optimizer.ema_decay is None:
+        return []
+    saves = checkpoint.enable and not checkpoint.load_only
+    if not saves and not run.config.validation.enable:
+        rule = "has no effect without checkpoints and validation"
+        return [run.problem(key, rule, "set checkpoint.enable or validation.enable, or remove it")]
+    if saves and checkpoint.last_save_model_only:
+        other = "checkpoint.last_save_model_only"
+        rule = f"saves the last weights without their average, which {key} asks for"
+        return [run.problem(other, rule, "set it to false", key)]
+    return []
+
+
 def _unmatched(run: PlannedRun, key: str) -> list[Problem]:
     """Return a problem for each pattern of ``key`` that matches no parameter."""
     if run.model is None:
