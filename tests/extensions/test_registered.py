@@ -124,6 +124,23 @@ def test_an_optimizer_that_checkpoints_could_not_hold(
         take_step(monkeypatch, build)
 
 
+@pytest.mark.parametrize("takes_groups", [False, True])
+def test_an_optimizer_that_ignores_groups(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(named: Any, config: Config) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameter_groups(named, config) if takes_groups else [it for _, it in named])
+
+    monkeypatch.setitem(registry("optimizer.name"), "Mine", build)
+    groups = {"one": ParameterGroup(params=["first"], lr=0.1)}
+    options = Optimizer.model_construct(name="Mine", groups=groups)
+    named = [(name, nn.Parameter(torch.ones(3))) for name in ("first", "second")]
+    config = Config().model_copy(update={"optimizer": options, "checkpoint": Checkpoint()})
+    if takes_groups:
+        assert [it["lr_ratio"] for it in build_optimizer(named, config).param_groups] == [125.0, 1.0]
+    else:
+        with pytest.raises(ConfigError, match=r"ignores optimizer\.groups"):
+            build_optimizer(named, config)
+
+
 @pytest.mark.parametrize(("enable", "early"), [(True, False), (False, True)])
 @pytest.mark.parametrize("name", IN_GROUPS)
 def test_an_optimizer_that_keeps_something_in_its_groups(

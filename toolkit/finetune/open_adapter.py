@@ -86,7 +86,7 @@ def with_adapter(
     step = find_adapter(expand_user(path))
     if step is None or is_peft_folder(step):
         if ema:
-            raise DataError(f"{path} is no checkpoint of this toolkit: only these have an EMA of weights")
+            raise DataError(f"{path} is not a checkpoint of this toolkit; only these have an EMA of weights")
         return base, open_adapter_on(path, base, verify=verify, ranks=ranks)
     adapter = open_adapter_of(step, verify=verify, ranks=ranks, ema=ema)
     check_base(step, adapter.base or {}, base)

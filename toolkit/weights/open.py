@@ -245,7 +245,7 @@ def open_weights(
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
         return CheckpointWeights(step, metadata, manifest["run"], ema=ema)
     if ema:
-        raise DataError(f"{folder} is no checkpoint of this toolkit: only these have an EMA of weights")
+        raise DataError(f"{folder} is not a checkpoint of this toolkit; only these have an EMA of weights")
     if not folder.is_dir():
         what, hint = ("is a file", "") if folder.exists() else ("does not exist", _hub_hint(str(path)))
         raise DataError(f"{folder} {what}; {_NEEDED}{hint}")
