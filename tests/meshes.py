@@ -183,8 +183,8 @@ WORDS: dict[str, Settings] = {
     # Rates and decays by name, and rates by depth.
     "groups": {
         "optimizer.groups": {
-            "ends": {"params": ["tok_embeddings.*", "output.*"], "lr": 3e-4},
-            "some": {"params": ["*norm.weight", "layers.2.*"], "weight_decay": 0.3},
+            "slow": {"params": ["tok_embeddings.*", "*.wo.weight"], "lr": 3e-4},
+            "some": {"params": ["*norm.weight", "layers.0.*"], "weight_decay": 0.3},
         },
         "optimizer.layer_lr_decay": 0.8,
     },
@@ -1013,7 +1013,7 @@ FINETUNED_MORE = [
     "shard2 tp2 lora ema",
     "pp2 1F1B ema freeze-first tied",
     "pp2 1F1B neftune freeze-first",
-    "pp2 1F1B lora loraplus groups",
+    "pp2 1F1B lora loraplus",
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",
 ]
