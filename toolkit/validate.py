@@ -62,22 +62,28 @@ class Validator:
         result = validate(model_parts, self.loader, **options)
         if result and self._base and (last or state.step == 0):
             values = base_corpus_loss(model_parts, self._base, **options)
-        if classifier := model_parts.models[0].args.classifier:
-            classes = len(classifier.labels)
-            values |= classifier_scores(model_parts, classes=classes, device=self._device)
-        averaged = None
+        values |= self._scores()
+        averaged: dict[str, float] = {}
         if result and self._average and state.step:
-            averaged = validate_average(self._average, model_parts, self.loader, **options)
+            averaged = validate_average(self._average, model_parts, self.loader, **options) or {}
+            scores = self._scores() if averaged else {}
+            averaged |= {name.removeprefix("validation_"): value for name, value in scores.items()}
         if result is None:
             return None
         loss, best = result["loss"], state.best_validation
         if state.step and math.isfinite(loss) and (best is None or not best <= loss):
             state.best_validation, state.best_step = loss, state.step
         values = {f"validation_{name}": value for name, value in result.items()} | values
-        values |= {f"validation_ema_{name}": value for name, value in (averaged or {}).items()}
+        values |= {f"validation_ema_{name}": value for name, value in averaged.items()}
         if state.step == 0:
             state.before = {key: values[name] for name, key in self._compared.items() if name in values}
         return values
+
+    def _scores(self) -> dict[str, float]:
+        """Return a classifier's scores since the last call."""
+        if not (classifier := self._model_parts.models[0].args.classifier):
+            return {}
+        return classifier_scores(self._model_parts, classes=len(classifier.labels), device=self._device)
 
     def initial_losses(self, state: TrainState) -> dict[str, float]:
         """Return the losses before the first step that were measured on the same samples."""

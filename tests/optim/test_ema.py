@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.helpers import run_world
+from tests.mesh_runs import configure
 from tests.training import small_config, small_trainer
 from toolkit.commands import convert
 from toolkit.config import Config
@@ -120,6 +121,22 @@ def _validation_of(folder: str, tables: dict[str, Any]) -> float:
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     return next(it["validation_loss"] for it in trainer.history if it["step"] == 0)
+
+
+def _classify(folder: str, layout: str) -> list[dict[str, Any]]:
+    trainer = small_trainer(configure(folder, layout, {"validation.freq": 1}))
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return [record for record in trainer.history if "validation_loss" in record]
+
+
+def test_a_classifier_s_scores_do_not_count_those_of_the_average(tmp_path: Path) -> None:
+    [plain] = run_world(_classify, 1, str(tmp_path), "one classification", timeout=100)
+    [both] = run_world(_classify, 1, str(tmp_path), "one classification ema", timeout=100)
+    names = ("validation_loss", "validation_accuracy", "validation_f1")
+    assert len(both) == 2 and "validation_ema_accuracy" in both[1] and "validation_ema_f1" in both[1]
+    for name in names:
+        assert [record[name] for record in both] == [record[name] for record in plain]
 
 
 def test_an_adapter_is_merged_from_its_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
