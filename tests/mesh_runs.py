@@ -180,7 +180,12 @@ def run(folder: str, layout: str) -> dict[str, Any]:
             "validation": [
                 record[key]
                 for record in trainer.history
-                for key in ("validation_loss", "validation_accuracy", "validation_f1")
+                for key in (
+                    "validation_loss",
+                    "validation_ema_loss",
+                    "validation_accuracy",
+                    "validation_f1",
+                )
                 if key in record
             ],
             "rewards": [

@@ -180,6 +180,18 @@ WORDS: dict[str, Settings] = {
         "model.ffn_dim": 512,
     },
     "muon": {"optimizer.name": "Muon"},
+    # Rates and decays by name, and rates by depth.
+    "groups": {
+        "optimizer.groups": {
+            "slow": {"params": ["tok_embeddings.*", "*.wo.weight"], "lr": 3e-4},
+            "some": {"params": ["*norm.weight", "layers.0.*"], "weight_decay": 0.3},
+        },
+        "optimizer.layer_lr_decay": 0.8,
+    },
+    "ema": {"optimizer.ema_decay": 0.5},
+    # Much noise, so that another one shows.
+    "neftune": {"finetune.neftune_noise_alpha": 50.0},
+    "loraplus": {"optimizer.loraplus_lr_ratio": 16.0},
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     "router": {"finetune.lora.target_modules": ["all-linear", "gate"]},
@@ -263,6 +275,10 @@ CURVES = (
     "biases-only",
     "adamw-8bit",
     "muon",
+    "groups",
+    "loraplus",
+    "ema",
+    "neftune",
     "regularized",
     "weighted",
     "qwen3",
@@ -409,7 +425,14 @@ FAST = [
     # Another optimizer.
     "shard2 tp2 adamw-8bit tied",
     "shard2 tp2 muon tied",
+    "pp2 tp2 1F1B groups tied",
+    "shard2 groups muon",
     "shard2 tp2 ep2 moe muon balanced",
+    "shard2 tp2 ema",
+    "pp2 1F1B ema tied accumulate3",
+    # Noise.
+    "shard2 tp2 neftune accumulate3",
+    "pp2 cp2 Interleaved1F1B neftune tied",
     # Another loss.
     "pp2 cp2 1F1B regularized tied accumulate3",
     # Weights of tokens.
@@ -822,6 +845,36 @@ MORE = [
     "pp2 tp2 Interleaved1F1B layers8 muon",
     "pp2 replicate2 shard2 ZBVZeroBubble never muon",
     "pp4 GPipe bare-ends muon",
+    *(
+        f"{mesh} neftune"
+        for mesh in (
+            "replicate2 shard2 tied AC-full",
+            "shard2 cp2 head-first",
+            "cp2 tp2 tied accumulate3",
+            "pp2 DualPipeV never accumulate3",
+            "pp2 ZBVZeroBubble never unmasked",
+            "pp2 tp2 1F1B",
+            "shard2 ep2 moe aux accumulate3",
+            "shard2 bitwise accumulate3",
+        )
+    ),
+    *(
+        f"{mesh} ema"
+        for mesh in (
+            "shard4 SHARD_GRAD_OP tied",
+            "replicate2 NO_SHARD",
+            "replicate2 shard2 HYBRID_SHARD",
+            "cp2 tied",
+            "pp2 DualPipeV never tied",
+            "shard2 muon",
+            "shard2 ep2 moe aux",
+            "shard2 bfloat16",
+        )
+    ),
+    *(f"{mesh} groups" for mesh in ("shard4", "replicate2 shard2 HYBRID_SHARD", "tp2 tied", "cp2")),
+    "pp2 ZBVZeroBubble never groups",
+    "shard2 groups adamw-8bit",
+    "shard2 ep2 moe groups",
     "shard4 moe muon",
     "tp2 moe muon",
     "shard2 tp2 moe muon accumulate3",
@@ -959,6 +1012,12 @@ FINETUNED_MORE = [
     "shard2 tp2 ep2 etp2 moe-wide qlora",
     "shard2 ep2 compiled moe-wide qlora AC-full",
     *(f"tp2 {how} dora" for how in ("AC-op", "AC-full early")),
+    "shard2 tp2 lora loraplus",
+    "shard2 cp2 qlora neftune",
+    "shard2 tp2 lora ema",
+    "pp2 1F1B ema freeze-first tied",
+    "pp2 1F1B neftune freeze-first",
+    "pp2 1F1B lora loraplus",
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",
 ]

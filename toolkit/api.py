@@ -59,6 +59,7 @@ from toolkit.weights.open import open_weights
 
 _PLAIN: dict[str, Any] = {
     "finetune": Finetune(),
+    "optimizer.ema_decay": None,
     "loss": Loss(),
     "model.converters": [],
     "training.epochs": None,

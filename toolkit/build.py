@@ -144,6 +144,13 @@ def build_model(
     model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
     model_parts.after_update, model_parts.bitwise = after_update, bitwise
     model_parts.connect = partial(converters.connect, models, mesh) if converters else None
+    if alpha := config.finetune.neftune_noise_alpha:
+        from toolkit.parallel.embedding_noise import EmbeddingNoise
+
+        model_parts.noise = EmbeddingNoise(alpha, mesh, shards, seed=seed, interleaved=bitwise is not None)
+        for model in models:
+            if model.tok_embeddings is not None:
+                model.tok_embeddings.register_forward_hook(model_parts.noise)
     if args.moe and any(map(args.moe.has_experts, range(args.n_layers))):
         from toolkit.parallel.expert_load import ExpertLoad
 

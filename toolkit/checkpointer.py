@@ -29,6 +29,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import pretrained_folder
 from toolkit.models.meta_decoder import buffer_dtype
 from toolkit.models.on_disk import EXPORTS
+from toolkit.optim.ema import weight_average
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.train_step import TrainState
@@ -36,7 +37,7 @@ from toolkit.train_step import TrainState
 if TYPE_CHECKING:
     from toolkit.weights.source import WeightSource
 
-_PREFIXES = {"model": "model", "optimizer": "optim"}
+_PREFIXES = {"model": "model", "optimizer": "optim", "ema": "ema"}
 """Prefix of the tensor names of each part that can be excluded from loading."""
 
 
@@ -71,6 +72,7 @@ class Checkpointer:
         self._options = options = config.checkpoint
         self._model_parts = model_parts
         self._optimizer = optimizer
+        self._average, self._average_loaded = weight_average(optimizer), False
         self._position = position
         self._state = state
         self._metadata = metadata
@@ -141,6 +143,7 @@ class Checkpointer:
                 self._load(source, without=options.exclude_from_loading, model_only=True)
             else:
                 self._resume(source)
+        self._begin_average()
         self._first_step = self._state.step
 
     def _load_base(self) -> None:
@@ -201,7 +204,13 @@ class Checkpointer:
         manifest = self.manager.load(where, tensors, exclude=excluded)
         self._model_parts.refresh_tied_copies(tensors, self.tensors(model_only=model_only, copies=True))
         self._model_parts.reset_float8_scales()
+        self._average_loaded = not model_only and "ema" not in without
         return manifest
+
+    def _begin_average(self) -> None:
+        """Set the average of the weights to the loaded weights, unless it was loaded itself."""
+        if self._average and not self._average_loaded:
+            self._average.reset()
 
     def _new_head(self, source: Path) -> list[str]:
         """Return the name prefixes of tensors to initialize instead of loading: a classifier's head, if
@@ -261,6 +270,7 @@ class Checkpointer:
         newest = max((step for step in usable if step < self._state.step), default=None)
         if newest is not None:
             self._resume(newest)
+            self._begin_average()
         return newest
 
     def _committed(self) -> list[int]:

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.optim.ema import weight_average
 from toolkit.optim.grad_clip import clip_, global_norm
+from toolkit.optim.optimizer import set_learning_rate
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, count_valid, divisor
 from toolkit.step_hooks import StepResult
@@ -111,8 +113,7 @@ class TrainStep:
             of_batches = [model_parts.objective.count([batch]).double() for batch in batches]
             items = bitwise.total(torch.stack(of_batches)[:, None] * model_parts.is_loss_rank)[0]
         scale = 1.0 / divisor(items).double()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         rows = model_parts.backward(batches, scale, 1.0 / divisor(all_tokens).double())
         local_sums = rows.sum(0)
         experts = model_parts.expert_load
@@ -145,6 +146,8 @@ class TrainStep:
         elif not self.updates_ahead:
             clip_([*parameters, *(copy for _, copy in model_parts.tied_copies())], self.max_norm, grad_norm)
             self.optimizer.step()
+        if accepted and (average := weight_average(self.optimizer)):
+            average.update()
         if accepted and experts:
             experts.update_biases(loads)
         self.optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
+from toolkit.optim.ema import weight_average
+from toolkit.optim.groups import GroupSummary, summaries
 from toolkit.optim.lr_scheduler import invalid_rate, is_registered, learning_rate, shortened_phases
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel.dims import degrees
@@ -76,7 +79,10 @@ class Trainer:
         if config.validation.enable:
             from toolkit.validate import Validator
 
-            self.validation = Validator(config, data, self.model_parts, device=device, **ranks)
+            average = weight_average(self.optimizer)
+            self.validation = Validator(
+                config, data, self.model_parts, device=device, average=average, **ranks
+            )
             self.train_state.best_of = self.validation.loader.identity
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.checkpointer: Checkpointer | None = None
@@ -135,9 +141,10 @@ class Trainer:
             weighted=self.data.weighted,
         )
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
-        self.optimizer = build_optimizer(parameters, config)
+        self.optimizer = build_optimizer(parameters, config, n_layers=self.args.n_layers)
         for hook in self.model_parts.after_update:
             self.optimizer.register_step_post_hook(lambda *_, hook=hook: hook())
+        self.groups = self._groups() if config.optimizer.has_groups else []
         self.train_step = TrainStep(
             self.model_parts,
             self.optimizer,
@@ -145,6 +152,14 @@ class Trainer:
             device=self.device,
             in_backward=config.optimizer.early_step_in_backward,
         )
+
+    def _groups(self) -> list[GroupSummary]:
+        from toolkit.finetune.parameters import all_shapes, trained_names
+
+        shapes, options = all_shapes(self.args, self.config.finetune), self.config.finetune
+        names = trained_names(shapes, self.args, options)
+        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name in names}
+        return list(summaries(sizes, self.config.optimizer, self.args.n_layers))
 
     def _compile_clock(self) -> Callable[[], float]:
         """Return a function that returns the seconds spent compiling since its last call."""
@@ -225,6 +240,8 @@ class Trainer:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
             seed_step(self.seed, step, 0 if self.model_parts.bitwise else self.mesh.dp_rank)
+            if self.model_parts.noise:
+                self.model_parts.noise.step = step
             with speed.data_wait():
                 micro_batches = list(islice(self._batches, self.batch.accumulation))
             for hook in self.hooks:
@@ -357,6 +374,7 @@ class Trainer:
                 f"{self.loader.epoch_samples:,} samples each"
             )
             yield from shortened_phases(self.config.lr_scheduler, self.total_steps)
+        yield from (group.describe(self.config.optimizer.lr) for group in self.groups)
         yield from (f"training: {line}" for line in self.loader.conversations())
         if self.validation:
             yield from (f"validation: {line}" for line in self.validation.loader.conversations())
@@ -372,6 +390,7 @@ class Trainer:
             "loss": result.loss,
             **result.reported,
             "grad_norm": result.grad_norm,
+            **{it.metric: self._learning_rate() * it.lr_ratios[1] for it in self.groups},
             "lr": self._learning_rate(),
             "tokens": self.train_state.tokens,
         }

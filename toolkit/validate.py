@@ -16,6 +16,7 @@ from toolkit.data.build_loader import validation_loader
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.metrics.summary import perplexity
 from toolkit.models.from_config import pretrained_folder
+from toolkit.optim.ema import WeightAverage
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch, Objective, divisor
 from toolkit.train_step import TrainState
@@ -34,8 +35,10 @@ class Validator:
         device: torch.device,
         dp_rank: int,
         dp_size: int,
+        average: WeightAverage | None = None,
     ):
         self._options, self._model_parts, self._device = config.validation, model_parts, device
+        self._average = average
         # The result of a pretrained model is compared with its initial loss.
         path = config.checkpoint.initial_load_path
         self._pretrained = pretrained_folder(config) is not None or path is not None
@@ -59,18 +62,28 @@ class Validator:
         result = validate(model_parts, self.loader, **options)
         if result and self._base and (last or state.step == 0):
             values = base_corpus_loss(model_parts, self._base, **options)
-        if classifier := model_parts.models[0].args.classifier:
-            classes = len(classifier.labels)
-            values |= classifier_scores(model_parts, classes=classes, device=self._device)
+        values |= self._scores()
+        averaged: dict[str, float] = {}
+        if result and self._average and state.step:
+            averaged = validate_average(self._average, model_parts, self.loader, **options) or {}
+            scores = self._scores() if averaged else {}
+            averaged |= {name.removeprefix("validation_"): value for name, value in scores.items()}
         if result is None:
             return None
         loss, best = result["loss"], state.best_validation
         if state.step and math.isfinite(loss) and (best is None or not best <= loss):
             state.best_validation, state.best_step = loss, state.step
         values = {f"validation_{name}": value for name, value in result.items()} | values
+        values |= {f"validation_ema_{name}": value for name, value in averaged.items()}
         if state.step == 0:
             state.before = {key: values[name] for name, key in self._compared.items() if name in values}
         return values
+
+    def _scores(self) -> dict[str, float]:
+        """Return a classifier's scores since the last call."""
+        if not (classifier := self._model_parts.models[0].args.classifier):
+            return {}
+        return classifier_scores(self._model_parts, classes=len(classifier.labels), device=self._device)
 
     def initial_losses(self, state: TrainState) -> dict[str, float]:
         """Return the losses before the first step that were measured on the same samples."""
@@ -126,6 +139,18 @@ def validate(
         model.train()
     means = (sums[1:] / divisor(sums[0])).tolist()
     return None if stops else dict(zip(names, means, strict=True))
+
+
+def validate_average(
+    average: WeightAverage, model_parts: ModelParts, batches: Iterable[MicroBatch], **options: Any
+) -> dict[str, float] | None:
+    """Call :func:`validate` with the average of the weights."""
+    model_parts.end_evaluation()
+    with average.applied():
+        model_parts.reset_float8_scales()
+        result = validate(model_parts, batches, **options)
+    model_parts.reset_float8_scales()
+    return result
 
 
 class _NextToken(Objective):

@@ -18,7 +18,7 @@ from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.config.job import Checkpoint
 from toolkit.config.schema import registry
-from toolkit.config.training import Loss, Model, Optimizer
+from toolkit.config.training import Loss, Model, Optimizer, ParameterGroup
 from toolkit.data.sources import open_corpus
 from toolkit.errors import ConfigError, DataError
 from toolkit.generation.load import load_model
@@ -27,7 +27,7 @@ from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.loss_terms import training_losses
 from toolkit.models.common.rms_norm import RMSNorm
 from toolkit.models.registry import resolve, spec
-from toolkit.optim.optimizer import build_optimizer
+from toolkit.optim.optimizer import build_optimizer, parameter_groups
 from toolkit.optim.update_ahead import can_update_ahead
 from toolkit.parallel.converters import Converters
 
@@ -122,6 +122,23 @@ def test_an_optimizer_that_checkpoints_could_not_hold(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         take_step(monkeypatch, build)
+
+
+@pytest.mark.parametrize("takes_groups", [False, True])
+def test_an_optimizer_that_ignores_groups(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(named: Any, config: Config) -> torch.optim.Optimizer:
+        return SGD(parameter_groups(named, config) if takes_groups else [it for _, it in named])
+
+    monkeypatch.setitem(registry("optimizer.name"), "Mine", build)
+    groups = {"one": ParameterGroup(params=["first"], lr=0.1)}
+    options = Optimizer.model_construct(name="Mine", groups=groups)
+    named = [(name, nn.Parameter(torch.ones(3))) for name in ("first", "second")]
+    config = Config().model_copy(update={"optimizer": options, "checkpoint": Checkpoint()})
+    if takes_groups:
+        assert [it["lr_ratio"] for it in build_optimizer(named, config).param_groups] == [125.0, 1.0]
+    else:
+        with pytest.raises(ConfigError, match=r"ignores optimizer\.groups"):
+            build_optimizer(named, config)
 
 
 @pytest.mark.parametrize(("enable", "early"), [(True, False), (False, True)])

@@ -56,11 +56,20 @@ LORA = {
 # Rows of 256 elements, which AdamW8bit quantizes.
 WIDE = {"model": {"dim": 256, "ffn_dim": 256, "n_layers": 1}}
 EXPERTS = {"model": {"name": "deepseek_v3", "n_kv_heads": 8}, "moe": {"aux_loss_coeff": 0.01}}
+GROUPS = {
+    "optimizer": {
+        "groups": {"head": {"params": ["output.*"], "lr": 1e-4}},
+        "layer_lr_decay": 0.8,
+        "ema_decay": 0.9,
+    },
+}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "checkpointing": {"activation_checkpoint": {"mode": "full"}},
     "compiled": {"compile": {"enable": True}},
     "lora": LORA,
     "muon": {"optimizer": {"name": "Muon"}},
+    "groups, ema": GROUPS,
+    "neftune": {"finetune": {"neftune_noise_alpha": 5.0}},
     "AdamW8bit": {"optimizer": {"name": "AdamW8bit"}, **WIDE},
     "for-loop": {"optimizer": {"implementation": "for-loop"}},
     "experts": EXPERTS,
@@ -208,10 +217,14 @@ def _moved(folder: str, stop: int, tables: dict[str, Any]) -> None:
 def test_a_run_that_moves_between_sizes_keeps_its_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables = BF16 | {
-        "checkpoint": {"enable": True, "interval": 3, "keep_latest_k": 2},
-        "lr_scheduler": {"warmup_steps": 2, "decay_type": "constant"},
-    }
+    tables = (
+        BF16
+        | GROUPS
+        | {
+            "checkpoint": {"enable": True, "interval": 3, "keep_latest_k": 2},
+            "lr_scheduler": {"warmup_steps": 2, "decay_type": "constant"},
+        }
+    )
     run_world(_moved, 1, str(tmp_path / "alone"), 12, tables, timeout=200)
     for ranks, stop in ((4, 3), (3, 6), (2, 9), (1, 12)):
         run_world(_moved, ranks, str(tmp_path / "moved"), stop, tables, timeout=200)

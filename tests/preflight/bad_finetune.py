@@ -34,6 +34,12 @@ PAIRS = f"training.format=preference {FILE}"
 DPO = f"finetune.objective=dpo {LORA}"
 _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
 CASES: list[Bad] = [
+    bad(
+        "noise_has_lengths",
+        "finetune.neftune_noise_alpha=5 data.packing=false data.document_mask=false",
+        "which padded rows without data.document_mask do not tell",
+        "data.document_mask = true",
+    ),
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "is not a linear layer", "q_proj"),
     bad(
         "lora_has_targets", f"finetune.lora.target_modules=experts {LORA}", '"experts" is not a linear layer'

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.preflight.bad_runs import V100, Bad, bad
+from tests.preflight.bad_runs import V100, Bad, bad, save
 
 EARLY = "optimizer.early_step_in_backward"
+HEAD = "optimizer.groups.head"
 CASES: list[Bad] = [
     bad(
         "one_length",
@@ -53,6 +54,46 @@ CASES: list[Bad] = [
         "such as tok_embeddings.weight;",
     ),
     bad("no_decay_matches", "optimizer.no_decay=norm", "layers.0.attention_norm.weight, layers.0.ffn_norm"),
+    bad(
+        "groups_apply",
+        "optimizer.groups.head.params=output.*,tok_embedding.weight optimizer.groups.head.lr=1e-4",
+        '"tok_embedding.weight" matches no parameter',
+        "such as tok_embeddings.weight;",
+    ),
+    bad("groups_apply", "optimizer.groups.head.lr=1e-4", "needs name patterns", key=f"{HEAD}.params"),
+    bad("groups_apply", "optimizer.groups.head.params=output.*", "sets no option", "lr or weight_decay"),
+    bad(
+        "groups_apply",
+        f"optimizer.lr=0 {HEAD}.params=output.* {HEAD}.lr=1e-4",
+        "optimizer.groups.head.lr is scheduled as a multiple of it",
+    ),
+    bad(
+        "groups_apply",
+        f"{HEAD}.params=output.* {HEAD}.lr=1e-4 finetune.frozen=output.*",
+        "only parameters that are frozen or in groups before it",
+    ),
+    bad(
+        "groups_apply",
+        f"{HEAD}.params=output.* {HEAD}.lr=1e-4 optimizer.groups.all.params=* optimizer.groups.all.lr=1e-5"
+        " optimizer.groups.again.params=output.* optimizer.groups.again.weight_decay=0",
+        "in groups before it",
+        key="optimizer.groups.again.params",
+    ),
+    bad("average_is_used", "optimizer.ema_decay=0.999", "without checkpoints and validation"),
+    bad(
+        "average_is_used",
+        "checkpoint.last_save_model_only optimizer.ema_decay=0.999 checkpoint.enable",
+        "the last weights without their average",
+        "set it to false",
+    ),
+    bad(
+        "checkpoint_has_average",
+        "optimizer.ema_decay=0.999 checkpoint.enable",
+        "has no average of its weights",
+        'exclude_from_loading = ["ema"]',
+        prepare=lambda folder: save(folder, 4),
+    ),
+    bad("options_act", "optimizer.loraplus_lr_ratio=16", 'finetune.adapter = "none"'),
     bad(
         "early_step_alone",
         f"training.max_norm=1 {EARLY}",

@@ -5,10 +5,14 @@
     llama-toolkit checkpoint verify PATH ...               check every file against its hash and the index
     llama-toolkit checkpoint diff STEP OTHER               compare settings and tensors
     llama-toolkit checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
+    llama-toolkit checkpoint average PATH ... OUT [--last K | --steps N,N]   mean of the weights
 
 FOLDER is a run's folder or its checkpoint folder, STEP a step-N in it, PATH either; each local or in object
-storage (s3://bucket/run). Exit codes: 0 no problem (for diff: equal), 1 diff found differences, 2 invalid
-arguments, 3 unusable checkpoint.
+storage (s3://bucket/run). average writes OUT/step-0, for checkpoint.initial_load_path and convert dcp-to-hf;
+without --last and --steps it takes all steps of each folder.
+
+Exit codes: 0 no problem (for diff: equal), 1 diff found differences, 2 invalid arguments, 3 unusable
+checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from toolkit.checkpoint.manifest import (
     step_numbers,
 )
 from toolkit.checkpoint.retention import step_storage, steps_to_delete
-from toolkit.commands.arguments import any_path, command_parser
+from toolkit.commands.arguments import any_path, command_parser, count, local_path
 from toolkit.errors import (
     EXIT_DATA,
     EXIT_ERROR,
@@ -195,6 +199,44 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
     yield f"{len(steps) - len(doomed)} of {len(steps)} kept"
 
 
+def average(paths: Sequence[Path], out: Path, *, last: int | None, steps: Sequence[int]) -> Iterator[str]:
+    """Write the mean of the weights of checkpoints, reading one tensor at a time.
+
+    ``last`` takes the newest ones of each folder in ``paths``, and ``steps`` these.
+
+    Raises:
+        CheckpointError, DataError: fewer than two are chosen, one is missing or damaged, or they differ.
+    """
+    chosen: list[Path] = []
+    for path in paths:
+        if path.name.startswith("step-"):
+            chosen.append(path)
+            continue
+        folder = checkpoints_in(path)
+        found = committed_steps(folder)
+        if missing := sorted(set(steps) - set(found)):
+            available = ", ".join(map(str, found))
+            raise CheckpointError(f"{folder} has no step {missing[0]}; available: {available}")
+        chosen += [step_folder(folder, it) for it in (steps or (found[-last:] if last else found))]
+    if len(set(chosen)) < max(2, len(chosen)):
+        listed = ", ".join(map(str, chosen))
+        raise CheckpointError(f"a mean needs two or more checkpoints, each once, and these are {listed}")
+    from tqdm import tqdm
+
+    from toolkit.weights.average import open_average, write_average
+
+    mean = open_average(chosen)
+    size = sum(stored.nbytes for stored in mean.tensors.values())
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="average") as bar:
+
+        def advance(size: int) -> None:
+            bar.update(size)
+
+        written = write_average(mean, out, progress=advance)
+    yield f"{written}: the mean of {', '.join(map(str, chosen))}"
+    yield f"to train from it: --checkpoint.initial_load_path {written}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("checkpoint", __doc__)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -212,7 +254,17 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--keep-latest", type=int, required=True, metavar="K")
     pruned.add_argument("--keep-every", type=int, metavar="N")
     pruned.add_argument("--dry-run", action="store_true")
+    averaged = actions.add_parser("average")
+    averaged.add_argument("paths", type=any_path, nargs="+", metavar="PATH")
+    averaged.add_argument("out", type=local_path, metavar="OUT")
+    which = averaged.add_mutually_exclusive_group()
+    which.add_argument("--last", type=count, metavar="K", help="the newest K steps of each folder")
+    which.add_argument("--steps", type=_steps, metavar="N,N", default=(), help="these steps of each folder")
     return parser
+
+
+def _steps(text: str) -> list[int]:
+    return [count(it) for it in text.split(",")]
 
 
 def _verify(paths: Sequence[Path]) -> int:
@@ -246,6 +298,10 @@ def main(argv: Sequence[str]) -> int:
             lines = inspect(asked.step, tensors=asked.tensors)
         elif asked.action == "diff":
             lines = diff(asked.step, asked.other)
+        elif asked.action == "average":
+            if (asked.last or asked.steps) and all(it.name.startswith("step-") for it in asked.paths):
+                parser.error("--last and --steps choose steps of a folder, and each PATH is a step")
+            lines = average(asked.paths, asked.out, last=asked.last, steps=asked.steps)
         else:
             if asked.keep_latest < 1 or (asked.keep_every or 1) < 1:
                 parser.error("--keep-latest and --keep-every are at least 1")
@@ -255,10 +311,10 @@ def main(argv: Sequence[str]) -> int:
                 keep_every=asked.keep_every,
                 dry_run=asked.dry_run,
             )
-        count = 0
+        printed = 0
         for line in lines:
-            count += 1
+            printed += 1
             print(one_line(line), flush=True)
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
-    return EXIT_ERROR if asked.action == "diff" and count else EXIT_FINISHED
+    return EXIT_ERROR if asked.action == "diff" and printed else EXIT_FINISHED

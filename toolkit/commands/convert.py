@@ -65,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="read all back, compare each bit, and reject NaN and infinity"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="the moving average of trained weights (optimizer.ema_decay)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what each tensor becomes, and stop")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -115,6 +118,7 @@ def main(argv: Sequence[str]) -> int:
             vocab_size=asked.vocab_size,
             tokenizer=asked.tokenizer,
             hashes=not asked.dry_run,
+            ema=asked.ema,
         )
         if asked.dry_run:
             for line in mapping(conversion):

@@ -154,6 +154,11 @@ class Finetune(Table):
     """sft: next-token prediction. The others prefer chosen over rejected answers, on data of format
     preference: dpo relative to the model without its adapter; cpo, simpo and orpo without a reference, so
     that the whole model can be trained too."""
+    neftune_noise_alpha: Annotated[
+        PositiveFloat | None, OnlyWith("finetune.objective", ("sft",), rejected=True)
+    ] = None
+    """NEFTune: noise on embeddings in training, uniform up to alpha / √(tokens of the document · model.dim)
+    (Jain et al. 2023, arXiv:2310.05914); 5 is common. None: no noise."""
     trainable: list[str] = []
     """Name patterns of parameters to train, such as *norm.weight or tok_embeddings.*; empty trains all."""
     frozen: list[str] = []

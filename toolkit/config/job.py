@@ -176,11 +176,11 @@ class Checkpoint(Table):
     load_step: Annotated[Literal[-1] | NonNegative, _SAVES] = -1
     """Step to resume from; -1 is the newest."""
     exclude_from_loading: list[
-        Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
+        Literal["model", "optimizer", "ema", "lr_scheduler", "dataloader", "train_state"]
     ] = []
     """Components that are not loaded and start fresh; the run's own later checkpoints are loaded in full.
-    train_state is the step and the number of tokens. Without lr_scheduler, the schedule restarts, including
-    warmup, at the current step."""
+    train_state is the step and the number of tokens, ema the average of optimizer.ema_decay. Without
+    lr_scheduler, the schedule restarts, including warmup, at the current step."""
     enable_first_step_checkpoint: Annotated[bool, _NOT_LOAD_ONLY] = False
     """Also save after the first step, to find out early whether saving works."""
     create_seed_checkpoint: Annotated[bool, _SAVED] = False

@@ -124,6 +124,18 @@ class MuonOptions(Table):
 _TORCHS = OnlyWith("optimizer.name", ("AdamW", "Adam", "Muon"), rejected=True)
 
 
+class ParameterGroup(Table):
+    """Parameters with their own options, under a name of your choice. A parameter belongs to the first group,
+    in the order of the file, with a matching pattern; the schedule applies to all."""
+
+    params: list[str] = []
+    """Name patterns of the parameters, such as tok_embeddings.weight, output.* or *.experts.*."""
+    lr: NonNegativeFloat | None = None
+    """Peak learning rate. None: optimizer.lr."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay coefficient. None: optimizer.weight_decay. optimizer.no_decay applies in groups too."""
+
+
 class Optimizer(Table):
     """The optimizer."""
 
@@ -140,14 +152,30 @@ class Optimizer(Table):
     """Added to the denominator of the update, which is 0 for an element that has had no gradient yet."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay coefficient."""
-    no_decay: Annotated[list[str], OnlyWith("optimizer.weight_decay", above=0)] = []
+    no_decay: Annotated[list[str], Needs("optimizer.weight_decay above 0")] = []
     """Name patterns of parameters without weight decay, such as *norm.weight."""
+    groups: dict[Name, ParameterGroup] = {}
+    """Parameters with their own learning rate or weight decay, one table [optimizer.groups.NAME] each."""
+    layer_lr_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Factor of the learning rate per layer below the head: the last block has it once, the first block of n
+    has it n times, the embedding n + 1 times. 1 disables it; 0.9 to 0.99 are common in fine-tuning."""
+    loraplus_lr_ratio: Annotated[PositiveFloat, OnlyWith("finetune.adapter", ("lora",), rejected=True)] = 1.0
+    """Learning rate of LoRA's B matrices relative to that of the A matrices; 16 in LoRA+ (Hayou et al. 2024,
+    arXiv:2402.12354)."""
     implementation: Annotated[Literal["for-loop", "foreach", "fused"], _TORCHS] = "fused"
     """Implementation of the update; fused is the fastest."""
     muon: Annotated[MuonOptions, OnlyWith("optimizer.name", ("Muon",), rejected=True)] = MuonOptions()
+    ema_decay: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    """Decay per step of an exponential moving average of the trained weights, in fp32, such as 0.999. It is
+    saved in checkpoints, and validation also reports its loss. None: no average."""
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is ready, and free the gradient.
     Incompatible with gradient clipping and accumulation."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Return whether parameters have different learning rates or configured groups."""
+        return bool(self.groups) or self.layer_lr_decay != 1 or self.loraplus_lr_ratio != 1
 
 
 _DECAYS = OnlyWith("lr_scheduler.decay_type", ("linear", "sqrt", "cosine"), rejected=True)

@@ -13,8 +13,13 @@ def seed_step(seed: int, step: int, data_rank: int) -> None:
 
     Ranks that read the same samples (tensor- or pipeline-parallel peers) pass the same ``data_rank``.
     """
-    digest = hashlib.blake2b(f"{seed}:{step}:{data_rank}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    torch.manual_seed(derived_seed(seed, step, data_rank))
+
+
+def derived_seed(*parts: int) -> int:
+    """Return a seed that is a stable hash of ``parts``."""
+    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def set_deterministic(enabled: bool, *, warn_only: bool) -> None:

@@ -71,7 +71,12 @@ def open_adapter_on(
 
 
 def with_adapter(
-    base: WeightSource, path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
+    base: WeightSource,
+    path: Path | str,
+    *,
+    verify: bool = True,
+    ranks: Ranks | None = None,
+    ema: bool = False,
 ) -> tuple[WeightSource, Adapter]:
     """Return ``base`` with the model args of the adapter at ``path``, if known, and the adapter.
 
@@ -80,13 +85,17 @@ def with_adapter(
     """
     step = find_adapter(expand_user(path))
     if step is None or is_peft_folder(step):
+        if ema:
+            raise DataError(f"{path} is not a checkpoint of this toolkit; only these have an EMA of weights")
         return base, open_adapter_on(path, base, verify=verify, ranks=ranks)
-    adapter = open_adapter_of(step, verify=verify, ranks=ranks)
+    adapter = open_adapter_of(step, verify=verify, ranks=ranks, ema=ema)
     check_base(step, adapter.base or {}, base)
     return WithArgs(base, adapter.args), adapter
 
 
-def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = None) -> Adapter:
+def open_adapter_of(
+    step: Path, *, verify: bool = True, ranks: Ranks | None = None, ema: bool = False
+) -> Adapter:
     """Open the adapter in the checkpoint ``step``, for the model with which it was trained.
 
     Raises:
@@ -94,7 +103,7 @@ def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = No
     """
     manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
     run = manifest["run"]
-    source = CheckpointWeights(step, metadata, run)
+    source = CheckpointWeights(step, metadata, run, ema=ema)
     options = finetune_of(step, run)
     found = {name: stored.shape for name, stored in source.tensors.items()}
     expected = added_shapes(source.args, options)
@@ -109,17 +118,17 @@ def open_adapter_of(step: Path, *, verify: bool = True, ranks: Ranks | None = No
 
 
 def open_adapted(
-    path: Path | str, *, verify: bool = True, ranks: Ranks | None = None
+    path: Path | str, *, verify: bool = True, ranks: Ranks | None = None, ema: bool = False
 ) -> tuple[WeightSource, Adapter | None]:
     """Open the model at ``path``. If it is an adapter, return its base, with the adapter's model args, and
-    the adapter.
+    the adapter. ``ema`` reads the moving average of the trained weights.
 
     Raises:
         DataError, CheckpointError: as in :func:`toolkit.weights.open.open_weights` and :func:`open_adapter`.
     """
     adapter = find_adapter(expand_user(path))
     if adapter is None:
-        return open_weights(path, verify=verify, ranks=ranks), None
+        return open_weights(path, verify=verify, ranks=ranks, ema=ema), None
     place = _base_place(adapter)
     try:
         base = open_weights(place, verify=verify, ranks=ranks)
@@ -129,7 +138,7 @@ def open_adapted(
             f"{adapter} is an adapter whose base cannot be opened: {reason}\n"
             f"  fix:  pass the current path of the base {_adapter_option(adapter)}"
         ) from None
-    return with_adapter(base, adapter, verify=verify, ranks=ranks)
+    return with_adapter(base, adapter, verify=verify, ranks=ranks, ema=ema)
 
 
 def _base_place(adapter: Path) -> str:

@@ -22,6 +22,7 @@ _FORMATS = {
     "samples": "(samples {0[0]:,} to {0[1]:,})",
     "loss": "loss {:.4f}",
     "validation_loss": "validation loss {:.4f}",
+    "validation_ema_loss": "EMA {:.4f}",
     "validation_accuracy": "accuracy {:.2%}",
     "validation_f1": "macro F1 {:.4f}",
     "base_corpus_perplexity": "base corpus perplexity {:.2f}",

@@ -77,7 +77,7 @@ def build(parameters: NamedParameters, config: Config) -> AdamW8bit:
     """Build the optimizer of a run."""
     options = config.optimizer
     return AdamW8bit(
-        parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay),
+        parameter_groups(parameters, config),
         lr=options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,

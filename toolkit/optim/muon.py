@@ -293,9 +293,7 @@ def build(parameters: NamedParameters, config: Config) -> DistributedMuon:
     named = [(clean_name(name), parameter) for name, parameter in parameters]
     groups: dict[bool, list[dict]] = {
         is_matrix: parameter_groups(
-            [(name, it) for name, it in named if is_block_matrix(name, it.shape) == is_matrix],
-            weight_decay=options.weight_decay,
-            no_decay=options.no_decay,
+            [(name, it) for name, it in named if is_block_matrix(name, it.shape) == is_matrix], config
         )
         for is_matrix in (True, False)
     }
@@ -306,7 +304,7 @@ def build(parameters: NamedParameters, config: Config) -> DistributedMuon:
         eps=options.eps,
         **IMPLEMENTATIONS[options.implementation],
     )
-    muon_options = {"lr": options.lr, **options.muon.model_dump()}
+    muon_options = options.muon.model_dump()
     matrices = [{**group, **muon_options} for group in groups[True] if group["params"]]
     meshes = [it.device_mesh for _, it in named if isinstance(it, DTensor)]
     return DistributedMuon(matrices, rest, meshes[0] if meshes else None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 
 from toolkit.compat import init_adam_group
 from toolkit.config import Config
-from toolkit.config.name_patterns import matches_any
 from toolkit.distributed.dtensor import clean_name, local
+from toolkit.optim.ema import WeightAverage
+from toolkit.optim.groups import parameter_options
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -54,39 +56,54 @@ BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon
 """Modules that define ``build``, a :data:`Build`."""
 
 
-def parameter_groups(
-    parameters: NamedParameters, *, weight_decay: float, no_decay: Sequence[str] = ()
-) -> list[dict]:
-    """Build parameter groups of the trainable parameters: with weight decay, then without; one empty group if
+def parameter_groups(parameters: NamedParameters, config: Config) -> list[dict]:
+    """Build a group of the trainable parameters for each learning rate and weight decay; one empty group if
     nothing is trainable.
 
-    ``no_decay`` are shell-style patterns of parameter names; by default all parameters decay, as in
-    torchtitan.
+    Before each step, ``lr`` of a group is set to the schedule's learning rate times its ``lr_ratio``.
+
+    Raises:
+        ValueError: ``optimizer.layer_lr_decay`` is set without ``model.n_layers``.
     """
-    groups: dict[float, list[tuple[str, nn.Parameter]]] = {weight_decay: [], 0.0: []}
+    options, n_layers = config.optimizer, config.model.n_layers
+    groups: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for wrapped_name, parameter in parameters:
-        name = clean_name(wrapped_name)
         if parameter.requires_grad:
-            groups[0.0 if matches_any(name, no_decay) else weight_decay].append((name, parameter))
-    if not any(groups.values()):  # a pipeline stage whose blocks are all frozen
-        return [{"params": [], "weight_decay": weight_decay}]
-    return [{"params": named, "weight_decay": decay} for decay, named in groups.items() if named]
+            name = clean_name(wrapped_name)
+            _, *key = parameter_options(name, options, n_layers)
+            groups[key[0], key[1]].append((name, parameter))
+    if not groups:  # a pipeline stage whose blocks are all frozen
+        groups[1.0, options.weight_decay] = []
+    return [
+        {"params": named, "lr": options.lr * ratio, "lr_ratio": ratio, "weight_decay": decay}
+        for (ratio, decay), named in groups.items()
+    ]
 
 
-def build_optimizer(parameters: NamedParameters, config: Config) -> Optimizer:
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rates of all groups for a step in which the schedule's learning rate is ``learning_rate``."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
+
+
+def build_optimizer(parameters: NamedParameters, config: Config, *, n_layers: int | None = None) -> Optimizer:
     """Build the optimizer of ``config`` over the trainable ones of ``parameters`` (plain or DTensor).
 
     ``implementation`` selects torch's "for-loop", "foreach" or "fused" kernels, which differ only in speed
     and rounding. ``early_step_in_backward`` updates in backward
-    (:class:`toolkit.optim.optimizer_in_backward.StepInBackward`).
+    (:class:`toolkit.optim.optimizer_in_backward.StepInBackward`). ``n_layers``, the number of blocks of the
+    whole model, overrides ``model.n_layers``, for ``layer_lr_decay``.
 
     Raises:
-        ValueError: torch rejects an option.
+        ValueError: torch rejects an option, or ``layer_lr_decay`` is set without a number of blocks.
     """
-    options = config.optimizer
+    options, parameters = config.optimizer, list(parameters)
+    if n_layers is not None:
+        model = config.model.model_copy(update={"n_layers": n_layers})
+        config = config.model_copy(update={"model": model})
     if options.name in OPTIMIZERS:
         optimizer: Optimizer = OPTIMIZERS[options.name](
-            parameter_groups(parameters, weight_decay=options.weight_decay, no_decay=options.no_decay),
+            parameter_groups(parameters, config),
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
@@ -95,8 +112,11 @@ def build_optimizer(parameters: NamedParameters, config: Config) -> Optimizer:
     else:
         build: Build = import_module(BUILDERS.get(options.name, "toolkit.optim.registered")).build
         optimizer = build(parameters, config)
-    if not options.early_step_in_backward:
-        return optimizer
-    from toolkit.optim.optimizer_in_backward import StepInBackward
+    if options.early_step_in_backward:
+        from toolkit.optim.optimizer_in_backward import StepInBackward
 
-    return StepInBackward(optimizer)
+        optimizer = StepInBackward(optimizer)
+    if options.ema_decay is not None:
+        average = WeightAverage((parameter for _, parameter in parameters), options.ema_decay)
+        optimizer.weight_average = average  # type: ignore[attr-defined]
+    return optimizer

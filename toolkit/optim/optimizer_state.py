@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.distributed.dtensor import clean_name
+from toolkit.optim.ema import weight_average
 from toolkit.optim.optimizer import NamedParameters
+
+EMA_PREFIX = "ema."
 
 
 def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -16,10 +19,12 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
     Moments have the shape and sharding of their parameter; ``step`` is a float32 scalar. Optimizers other
     than torch's Adam have other names. Writing to the tensors changes the optimizer. Before the first step,
     the state is created exactly as the optimizer would create it, so that a checkpoint can be loaded in place
-    and the resumed run is bit-identical to an uninterrupted one.
+    and the resumed run is bit-identical to an uninterrupted one. A moving average of the weights is
+    ``ema.<name>``.
     """
     owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     fresh_state = getattr(optimizer, "fresh_state", adam_state)
+    average = weight_average(optimizer)
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         if id(parameter) not in owner:
@@ -30,6 +35,8 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
             state.update(fresh_state(parameter, owner[id(parameter)]))
         for key, value in state.items():
             tensors[f"optim.{clean_name(name)}.{key}"] = value
+        if average:
+            tensors[f"{EMA_PREFIX}{clean_name(name)}"] = average.averages[parameter]
     return tensors
 
 

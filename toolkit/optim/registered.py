@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from toolkit.config import Config
 from toolkit.config.custom_import import component_error
 from toolkit.config.schema import registry
 from toolkit.distributed.dtensor import clean_name
 from toolkit.errors import ConfigError, first_few
-from toolkit.optim.optimizer import NamedParameters
+from toolkit.optim.optimizer import NamedParameters, parameter_groups
 
 _KEY = "optimizer.name"
 
@@ -42,6 +42,13 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
     ]
     if omitted:
         raise wrong(f"omits {first_few(omitted, 3)}, which require gradients")
+    if config.optimizer.has_groups:
+        expected = _options_by_parameter(SGD(parameter_groups(named, config)))
+        if _options_by_parameter(optimizer) != expected:
+            raise wrong(
+                "ignores optimizer.groups, layer_lr_decay or loraplus_lr_ratio: its groups must be those of "
+                "toolkit.optim.optimizer.parameter_groups(parameters, config)"
+            )
     is_adam = isinstance(optimizer, Adam) and not optimizer.defaults.get("amsgrad")
     if config.checkpoint.enable and not is_adam and not hasattr(optimizer, "fresh_state"):
         raise wrong(
@@ -51,6 +58,15 @@ def build(parameters: NamedParameters, config: Config) -> Optimizer:
     if config.checkpoint.enable or config.optimizer.early_step_in_backward:
         _check_first_step(optimizer, wrong, state=config.checkpoint.enable and not is_adam)
     return optimizer
+
+
+def _options_by_parameter(optimizer: Optimizer) -> dict[int, Any]:
+    """Return the relative learning rate and the weight decay of each parameter."""
+    return {
+        id(parameter): (group.get("lr_ratio"), group.get("weight_decay"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def _check_first_step(optimizer: Any, wrong: Callable[[str], ConfigError], *, state: bool) -> None:

@@ -25,6 +25,7 @@ from toolkit.parallel.objective import MicroBatch, Objective
 
 if TYPE_CHECKING:  # imported only by runs that use them
     from toolkit.parallel.bitwise import BitwiseSums
+    from toolkit.parallel.embedding_noise import EmbeddingNoise
     from toolkit.parallel.expert_load import ExpertLoad
     from toolkit.parallel.sequence_shards import SequenceShards
 
@@ -40,6 +41,7 @@ class ModelParts(ABC):
             after_update: functions to call after each optimizer step.
             expert_load: counts the load of experts, in a model that has any.
             bitwise: the sums of ``debug.bitwise_data_parallel``.
+            noise: the noise of embeddings in training.
             connect: function to call after parameters got new storage, for converters that refer to it.
     """
 
@@ -54,6 +56,7 @@ class ModelParts(ABC):
         self.after_update: list[Callable[[], None]] = []
         self.expert_load: ExpertLoad | None = None
         self.bitwise: BitwiseSums | None = None
+        self.noise: EmbeddingNoise | None = None
         self.connect: Callable[[], object] | None = None
         args = models[0].args
         self._block_metrics = tuple(spec(args.family).metric_names(args))
@@ -123,7 +126,9 @@ class ModelParts(ABC):
             self.bitwise.begin_step()
         stages = [model.block_sums for model in self.models]
         if self.expert_load and self.expert_load.needs_pass:
+            self._begin_noise(batches)
             self._count_loads(batches, scale.device)
+        self._begin_noise(batches)
         for sums in stages:
             sums.scale = scale if block_scale is None else block_scale
         try:
@@ -134,6 +139,10 @@ class ModelParts(ABC):
         if self._block_metrics and block_scale is not None:  # callers multiply all sums by ``scale``
             rows[:, -len(self._block_metrics) :] *= block_scale / scale
         return rows
+
+    def _begin_noise(self, batches: Sequence[MicroBatch]) -> None:
+        if self.noise:
+            self.noise.begin(batches)
 
     def _with_block_metrics(self, objective: Tensor) -> Tensor:
         """Append the sums of blocks since the last call to those of the objective."""

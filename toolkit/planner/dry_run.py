@@ -269,7 +269,8 @@ def _state_rows(run: PlannedRun, found: RankState) -> Iterator[tuple[str, int, s
     stored_as = "linear layers in NF4" if run.config.finetune.quantizes else training.dtype
     yield "parameters", stored, ", ".join(filter(None, [stored_as, where]))
     yield "gradients", gradients, note
-    yield "optimizer state", found.optimizer_bytes, where
+    ema = "with EMA of weights" if run.config.optimizer.ema_decay else ""
+    yield "optimizer state", found.optimizer_bytes, ", ".join(filter(None, [ema, where]))
     yield "total", stored + gradients + found.optimizer_bytes, "without activations"
     dtype = run.precision
     largest = max(found.units, key=lambda unit: unit.bytes)

@@ -211,7 +211,7 @@ def fake_run(
             model_parts.connect()
         parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         with unset_fake_temporarily():  # it computes with real values, such as offsets
-            optimizer = build_optimizer(parameters, config)
+            optimizer = build_optimizer(parameters, config, n_layers=args.n_layers)
         step = TrainStep(
             model_parts,
             optimizer,

@@ -91,7 +91,7 @@ def rank_state(
         mesh = build_mesh(device, **asdict(layout))
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
-        optimizer = _optimizer(config, parameters)
+        optimizer = _optimizer(config, parameters, args.n_layers)
         return RankState(
             rank=rank,
             parts=[_shard(name, parameter) for name, parameter in parameters],
@@ -119,11 +119,11 @@ def _shard(name: str, parameter: nn.Parameter) -> ParameterShard:
     )
 
 
-def _optimizer(config: Config, parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+def _optimizer(config: Config, parameters: Sequence[tuple[str, nn.Parameter]], n_layers: int) -> Optimizer:
     # Implementations differ only in speed, and the fused kernels need a real device.
     changes = {"implementation": "for-loop", "early_step_in_backward": False}  # neither changes the state
     options = config.optimizer.model_copy(update=changes)
-    return build_optimizer(parameters, config.model_copy(update={"optimizer": options}))
+    return build_optimizer(parameters, config.model_copy(update={"optimizer": options}), n_layers=n_layers)
 
 
 def _units(model_parts: ModelParts, dtype: torch.dtype) -> Iterator[UnitMemory]:

@@ -112,6 +112,7 @@ def prepare(
     tokenizer: Path | None = None,
     max_bytes: int = MAX_BYTES,
     hashes: bool = True,
+    ema: bool = False,
 ) -> Conversion:
     """Prepare a conversion and check everything except the elements of the weights.
 
@@ -121,7 +122,7 @@ def prepare(
 
     The tokenizer is ``tokenizer``, else the one next to the weights, else the one from training. For a
     checkpoint, ``out`` is a step-N folder, or the parent folder for step-0. ``hashes`` verifies a source
-    checkpoint first.
+    checkpoint first. ``ema`` reads the moving average of its trained weights.
 
     Raises:
         DataError, CheckpointError: the weights are missing, damaged, of another format, or do not match their
@@ -129,7 +130,7 @@ def prepare(
     """
     path, out = _absolute(path), _absolute(out)
     try:
-        original, merged = _open_source(what, path, adapter, hashes)
+        original, merged = _open_source(what, path, adapter, hashes, ema)
     except PermissionError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     to = "hf" if what == MERGE else what.partition("-to-")[2]
@@ -171,13 +172,13 @@ def _absolute(path: Path) -> Path:
 
 
 def _open_source(
-    what: str, path: Path, adapter: Path | None, hashes: bool
+    what: str, path: Path, adapter: Path | None, hashes: bool, ema: bool
 ) -> tuple[WeightSource, Adapter | None]:
     """Open the weights, and the adapter to merge."""
     if what == MERGE:
         assert adapter is not None
-        return with_adapter(open_weights(path, verify=hashes), adapter, verify=hashes)
-    source, found = open_adapted(path, verify=hashes)
+        return with_adapter(open_weights(path, verify=hashes), adapter, verify=hashes, ema=ema)
+    source, found = open_adapted(path, verify=hashes, ema=ema)
     if found is None:
         [actual] = [name for name, kind in FORMATS.items() if isinstance(source, kind)]
     else:

@@ -37,6 +37,7 @@ from toolkit.models.common.args import (
 from toolkit.models.common.spec import CONFIG, PARAMS
 from toolkit.models.on_disk import EXPORTS
 from toolkit.models.registry import families
+from toolkit.optim.optimizer_state import EMA_PREFIX
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import Region, StoredTensor, WeightSource
@@ -53,22 +54,28 @@ _NEEDED = """it must be one of
 class CheckpointWeights:
     """The model in a checkpoint, as a :class:`~toolkit.weights.source.WeightSource`.
 
-    ``metadata`` is the validated index of the tensors, ``run`` the manifest's entry.
+    ``metadata`` is the validated index of the tensors, ``run`` the manifest's entry. With ``ema``, trained
+    weights are their moving average.
 
     Raises:
-        CheckpointError: the manifest has no valid model args.
+        CheckpointError: the manifest has no valid model args, or there is no average.
     """
 
-    def __init__(self, folder: Path, metadata: Metadata, run: Mapping[str, Any]):
+    def __init__(self, folder: Path, metadata: Metadata, run: Mapping[str, Any], *, ema: bool = False):
         self.place = folder
         self.run = run
         self.args = _args(folder, run.get("model"))
+        entries = tensor_entries(metadata)
+        if ema and not any(name.startswith(EMA_PREFIX) for name in entries):
+            raise CheckpointError(f"{folder} has no EMA of weights: its run did not set optimizer.ema_decay")
+        names = [it.removeprefix(MODEL_PREFIX) for it in entries if it.startswith(MODEL_PREFIX)]
+        averaged = {name for name in names if ema and EMA_PREFIX + name in entries}
+        stored = {name: (EMA_PREFIX if name in averaged else MODEL_PREFIX) + name for name in names}
         self.tensors: Mapping[str, StoredTensor] = {
-            name.removeprefix(MODEL_PREFIX): StoredTensor(tuple(entry.size), entry.properties.dtype)
-            for name, entry in tensor_entries(metadata).items()
-            if name.startswith(MODEL_PREFIX)
+            name: StoredTensor(tuple(entries[key].size), entries[key].properties.dtype)
+            for name, key in stored.items()
         }
-        self._chunks = cache(lambda name: saved_chunks(folder, metadata, MODEL_PREFIX + name))
+        self._chunks = cache(lambda name: saved_chunks(folder, metadata, stored[name]))
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         """See :meth:`toolkit.weights.source.WeightSource.read`."""
@@ -216,12 +223,16 @@ def _moe(given: Fields) -> MoEArgs | None:
     return moe
 
 
-def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None = None) -> WeightSource:
+def open_weights(
+    path: Path | str, *, verify: bool = True, ranks: Ranks | None = None, ema: bool = False
+) -> WeightSource:
     """Open the weights at ``path``, reading only headers. ``verify`` checks the hashes of a checkpoint,
-    divided among ``ranks`` (:func:`~toolkit.checkpoint.read_tensor.open_checkpoint`).
+    divided among ``ranks`` (:func:`~toolkit.checkpoint.read_tensor.open_checkpoint`). ``ema`` reads the
+    moving average of the weights in a checkpoint.
 
     Raises:
-        DataError, CheckpointError: there are no weights, or their headers, config or manifest are invalid.
+        DataError, CheckpointError: there are no weights, or no average, or their headers, config or manifest
+            are invalid.
     """
     folder = expand_user(path)
     step = find_checkpoint(folder)
@@ -232,7 +243,9 @@ def open_weights(path: Path | str, *, verify: bool = True, ranks: Ranks | None =
                 f"  fix:  use {step} itself, or move one of them away"
             )
         manifest, metadata = open_checkpoint(step, verify=verify, ranks=ranks)
-        return CheckpointWeights(step, metadata, manifest["run"])
+        return CheckpointWeights(step, metadata, manifest["run"], ema=ema)
+    if ema:
+        raise DataError(f"{folder} is not a checkpoint of this toolkit; only these have an EMA of weights")
     if not folder.is_dir():
         what, hint = ("is a file", "") if folder.exists() else ("does not exist", _hub_hint(str(path)))
         raise DataError(f"{folder} {what}; {_NEEDED}{hint}")

@@ -15,7 +15,12 @@ from toolkit.config.schema import NAME, Field, fields, named_tables
 FILES: dict[str, tuple[str, ...]] = {
     "options": (),
     "schedule": (),
-    "optim": ("optimizer.no_decay", "optimizer.early_step_in_backward"),
+    "optim": (
+        "optimizer.no_decay",
+        "optimizer.groups",
+        "optimizer.ema_decay",
+        "optimizer.early_step_in_backward",
+    ),
     "adamw_8bit": ("optimizer.name",),
     "muon": ("optimizer.name",),
     "memory": ("activation_checkpoint", "compile"),

@@ -175,6 +175,19 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
     return [run.problem(key, rule, fix, *_FOUND_BY)]
 
 
+@rule(CheckpointError)
+def checkpoint_has_average(run: PlannedRun) -> list[Problem]:
+    """Check that a checkpoint to resume from has the moving average of the weights that the run asks for."""
+    start, key = run.start, "optimizer.ema_decay"
+    if run.config.optimizer.ema_decay is None or start.manifest is None or not start.resumes:
+        return []
+    saved = start.manifest["run"]
+    if "ema" in start.excluded or saved.get("model_only") or saved_settings(saved).get(key) is not None:
+        return []
+    rule = f"the checkpoint {start.loaded} has no average of its weights"
+    return [run.problem(key, rule, f"begin the average at its weights {start.anew('ema')}", *_FOUND_BY)]
+
+
 @rule(DataError)
 def data_position_fits(run: PlannedRun) -> list[Problem]:
     """Check that the keys that define a sample are unchanged (the corpus itself is compared later)."""

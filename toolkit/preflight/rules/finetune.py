@@ -80,6 +80,16 @@ def _outside_blocks(run: PlannedRun, pattern: str, weight: str) -> Problem:
 
 
 @rule()
+def noise_has_lengths(run: PlannedRun) -> list[Problem]:
+    """Check that the noise of NEFTune, which is scaled by the number of tokens, can tell padding."""
+    key, data = "finetune.neftune_noise_alpha", run.config.data
+    if run.config.finetune.neftune_noise_alpha is None or data.packing or data.document_mask:
+        return []
+    rule = "is scaled by the tokens of a document, which padded rows without data.document_mask do not tell"
+    return [run.problem(key, rule, "set data.document_mask = true, or data.packing = true")]
+
+
+@rule()
 def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
     """Check that LoRA's rank does not exceed the rank of an adapted weight."""
     options = run.config.finetune

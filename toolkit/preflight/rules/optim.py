@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from toolkit.config.name_patterns import unmatched
 from toolkit.errors import Problem, closest, first_few
-from toolkit.finetune.parameters import all_shapes
+from toolkit.finetune.parameters import all_shapes, trained_names
+from toolkit.optim.groups import group_of
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _EARLY = "optimizer.early_step_in_backward"
@@ -14,19 +15,66 @@ _SHOWN = 8
 @rule()
 def no_decay_matches(run: PlannedRun) -> list[Problem]:
     """Check that each no-decay pattern matches a parameter; otherwise the intended one would decay."""
-    patterns, model = run.config.optimizer.no_decay, run.model
+    return _unmatched(run, "optimizer.no_decay")
+
+
+@rule()
+def groups_apply(run: PlannedRun) -> list[Problem]:
+    """Check that each group sets an option of a trained parameter, and that each of its patterns matches."""
+    options, finetune, model = run.config.optimizer, run.config.finetune, run.model
     if model is None:
         return []
-    names = list(all_shapes(model, run.config.finetune))
+    trained = trained_names(all_shapes(model, finetune), model, finetune)
+    used = {group_of(name, options) for name in trained}
+    problems = []
+    for name, group in options.groups.items():
+        key = f"optimizer.groups.{name}"
+        found = _unmatched(run, f"{key}.params")
+        if not group.params:
+            fix = 'set it to a list such as ["tok_embeddings.weight", "output.*"]'
+            found = [run.problem(f"{key}.params", "a group needs name patterns of its parameters", fix)]
+        elif not found and name not in used:
+            rule = "matches only parameters that are frozen or in groups before it"
+            found = [run.problem(f"{key}.params", rule, "remove the group, or set it before the others")]
+        if group.lr is None and group.weight_decay is None:
+            rule = f"[{key}] sets no option, so it has no effect"
+            fix = "set its lr or weight_decay, or remove the group"
+            found.append(run.problem(f"{key}.params", rule, fix))
+        if group.lr is not None and options.lr == 0:
+            rule = f"{key}.lr is scheduled as a multiple of it"
+            fix = "set it above 0; finetune.frozen freezes parameters"
+            found.append(run.problem("optimizer.lr", rule, fix))
+        problems += found
+    return problems
+
+
+@rule()
+def average_is_used(run: PlannedRun) -> list[Problem]:
+    """Check that the moving average of the weights is saved or validated, also by the last save."""
+    key, checkpoint = "optimizer.ema_decay", run.config.checkpoint
+    if run.config.optimizer.ema_decay is None:
+        return []
+    saves = checkpoint.enable and not checkpoint.load_only
+    if not saves and not run.config.validation.enable:
+        rule = "has no effect without checkpoints and validation"
+        return [run.problem(key, rule, "set checkpoint.enable or validation.enable, or remove it")]
+    if saves and checkpoint.last_save_model_only:
+        other = "checkpoint.last_save_model_only"
+        rule = f"saves the last weights without their average, which {key} asks for"
+        return [run.problem(other, rule, "set it to false", key)]
+    return []
+
+
+def _unmatched(run: PlannedRun, key: str) -> list[Problem]:
+    """Return a problem for each pattern of ``key`` that matches no parameter."""
+    if run.model is None:
+        return []
+    names = list(all_shapes(run.model, run.config.finetune))
     # Blocks are equal, so the first one represents all.
     kinds = [name for name in names if not name.startswith("layers.") or name.startswith("layers.0.")]
     return [
-        run.problem(
-            "optimizer.no_decay",
-            f'"{pattern}" matches no parameter',
-            _similar(pattern, kinds),
-        )
-        for pattern in unmatched(patterns, names)
+        run.problem(key, f'"{pattern}" matches no parameter', _similar(pattern, kinds))
+        for pattern in unmatched(run.config.value(key), names)
     ]
 
 

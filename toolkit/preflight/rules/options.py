@@ -26,6 +26,10 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
         not run.stages or len(run.stages.modules) == run.pp or _reshard(run) != "never"
     ),
     "stages cut by counts of layers": lambda run: run.config.parallelism.module_fqns_per_model_part is None,
+    "optimizer.weight_decay above 0": lambda run: (
+        run.config.optimizer.weight_decay > 0
+        or any(group.weight_decay for group in run.config.optimizer.groups.values())
+    ),
     "several micro-batches per step": lambda run: not run.batch or run.batch.accumulation > 1,
     "a model with experts": lambda run: not run.model or run.model.moe is not None,
     "a model whose experts have a bias": lambda run: (
