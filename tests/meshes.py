@@ -205,6 +205,13 @@ WORDS: dict[str, Settings] = {
         "data.format": "preference",
         "data.chat_template": PAIR_TEMPLATE,
     },
+    "kto": {
+        **_adapter("lora", **_ALL_LINEAR),
+        "finetune.objective": "kto",
+        "finetune.kto.desirable_weight": 1.3,
+        "data.format": "unpaired_preference",
+        "data.chat_template": PAIR_TEMPLATE,
+    },
     # All parameters are trained: there is no reference.
     **{
         name: {
@@ -237,6 +244,7 @@ WORDS: dict[str, Settings] = {
 
 FINETUNED = (
     "dpo",
+    "kto",
     "cpo",
     "simpo",
     "orpo",
@@ -853,6 +861,8 @@ FINETUNED_FAST = [
     "pp2 tp2 1F1B dpo",
     "shard2 simpo accumulate3",
     "cp2 orpo tied",
+    "shard2 kto accumulate3",
+    "pp2 tp2 1F1B kto",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
@@ -894,6 +904,12 @@ FINETUNED_MORE = [
     "pp2 tp2 Interleaved1F1B classification",
     "shard2 tp2 freeze-last",
     "tp2 dpo",
+    "tp2 kto",
+    "cp2 kto AC-full",
+    "replicate2 shard2 kto HYBRID_SHARD",
+    "pp2 cp2 Interleaved1F1B kto",
+    "pp2 1F1B kto",
+    "shard2 ep2 moe kto",
     "replicate2 shard2 dora",
     "replicate2 shard2 class-lora",
     "tp2 dora",

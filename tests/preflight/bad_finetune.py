@@ -33,6 +33,7 @@ FILE = "training.dataset_path=a.jsonl data.chat_template=llama3"
 PAIRS = f"training.format=preference {FILE}"
 DPO = f"finetune.objective=dpo {LORA}"
 _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
+_LABELED = write("a.jsonl", json.dumps({"prompt": "a", "completion": "b", "label": True}))
 CASES: list[Bad] = [
     bad("lora_has_targets", f"finetune.lora.target_modules=qproj {LORA}", "is not a linear layer", "q_proj"),
     bad(
@@ -216,6 +217,26 @@ CASES: list[Bad] = [
         prepare=_PAIR,
     ),
     bad("pairs_are_read", f"data.train_on=all {DPO} {PAIRS}", "their common prompt", prepare=_PAIR),
+    bad(
+        "dpo_has_a_reference",
+        f"finetune.objective=kto {PAIRS}",
+        "the model without its adapter",
+        prepare=_PAIR,
+    ),
+    bad(
+        "pairs_are_read",
+        f"training.format=unpaired_preference {DPO} {FILE}",
+        "rows with two answers",
+        prepare=_LABELED,
+    ),
+    bad("pairs_are_read", f"finetune.objective=kto {LORA}", 'one answer and its label ("unpaired_preference")'),
+    bad(
+        "pairs_are_compared",
+        f"training.format=unpaired_preference {FILE}",
+        "may contain undesirable answers",
+        '"kto"',
+        prepare=_LABELED,
+    ),
     bad(
         "pairs_are_compared",
         f"finetune.objective=sft {PAIRS}",

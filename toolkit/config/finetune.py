@@ -107,6 +107,17 @@ class DPO(Table):
     """Assumed fraction of pairs with flipped preference (conservative DPO), for loss_type sigmoid."""
 
 
+class KTO(Table):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the penalty for deviating from the reference model."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of the losses of desirable answers, to balance unequal numbers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of the losses of undesirable answers."""
+
+
 class CPO(Table):
     """Contrastive preference optimization (Xu et al. 2024, arXiv:2401.08417)."""
 
@@ -150,10 +161,10 @@ class Finetune(Table):
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
     """Merge LoRA updates into the model that checkpoint.last_save_in_hf and hf_export_interval export,
     instead of exporting a PEFT folder."""
-    objective: Literal["sft", "dpo", "cpo", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "kto", "cpo", "simpo", "orpo"] = "sft"
     """sft: next-token prediction. The others prefer chosen over rejected answers, on data of format
-    preference: dpo relative to the model without its adapter; cpo, simpo and orpo without a reference, so
-    that the whole model can be trained too."""
+    preference: dpo and kto relative to the model without its adapter; cpo, simpo and orpo without a
+    reference, so that the whole model can be trained too. kto also reads unpaired_preference."""
     trainable: list[str] = []
     """Name patterns of parameters to train, such as *norm.weight or tok_embeddings.*; empty trains all."""
     frozen: list[str] = []
@@ -168,14 +179,25 @@ class Finetune(Table):
     classification: Classification = Classification()
 
     dpo: Annotated[DPO, OnlyWith("finetune.objective", ("dpo",))] = DPO()
+    kto: Annotated[KTO, OnlyWith("finetune.objective", ("kto",))] = KTO()
     cpo: Annotated[CPO, OnlyWith("finetune.objective", ("cpo",))] = CPO()
     simpo: Annotated[SimPO, OnlyWith("finetune.objective", ("simpo",))] = SimPO()
     orpo: Annotated[ORPO, OnlyWith("finetune.objective", ("orpo",))] = ORPO()
 
     @property
     def compares(self) -> bool:
-        """Return whether the objective compares pairs of answers."""
+        """Return whether the objective learns from preferences."""
         return self.objective != "sft"
+
+    @property
+    def refers(self) -> bool:
+        """Return whether the objective compares the model with a reference."""
+        return self.objective in ("dpo", "kto")
+
+    @property
+    def unpaired(self) -> bool:
+        """Return whether the objective learns from answers one by one, instead of pairs."""
+        return self.objective == "kto"
 
     @property
     def adds(self) -> bool:

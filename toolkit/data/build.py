@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from toolkit.config import Config
 from toolkit.config.local_paths import assets_folder
 from toolkit.data.content_hash import say
+from toolkit.data.corpus import PREFERENCE
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenize_corpus
@@ -144,6 +145,7 @@ class CorpusOptions(NamedTuple):
     columns: Mapping[str, str]
     columns_key: str
     labeled: LabeledTexts | None
+    unpaired: bool
 
     @property
     def shape(self) -> Shape | None:
@@ -152,7 +154,8 @@ class CorpusOptions(NamedTuple):
             return None
         from toolkit.data.chat.shapes import Shape
 
-        return Shape(self.format, tuple(self.columns.items()))
+        split = self.unpaired and self.format == PREFERENCE
+        return Shape(self.format, tuple(self.columns.items()), split)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for ``data.sources.open_corpus``."""
@@ -193,6 +196,7 @@ def _options(config: Config, table: str) -> CorpusOptions:
         config.value(columns_key),
         columns_key,
         _labeled(config, column_key) if table != BASE_CORPUS else None,
+        config.finetune.unpaired,
     )
 
 

@@ -35,7 +35,8 @@ class ConversationRows(Rows):
         n = together(corpus)
         fitting = places(corpus, seq_len).reshape(-1, n)
         kept = np.flatnonzero(~without_loss(corpus, seq_len).reshape(-1, n).any(axis=1))
-        rows = best_fit(fitting[kept].sum(axis=1), seq_len) if packing else np.arange(len(kept))
+        rooms = self._rooms(corpus, kept, fitting[kept].sum(axis=1))
+        rows = best_fit(rooms, seq_len) if packing else np.arange(len(kept))
         order = np.argsort(rows, kind="stable")
         self.conversations = (kept[order][:, None] * n + np.arange(n)).ravel()
         """Indices of the conversations in use, row by row."""
@@ -43,6 +44,11 @@ class ConversationRows(Rows):
         """Number of positions of each conversation in ``conversations``."""
         self.starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2)) * n
         """(rows + 1,) start of each row in ``conversations``."""
+
+    def _rooms(self, corpus: TokenCache, kept: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the positions that each of the ``kept`` conversations or pairs, which has ``places``, needs
+        in a row."""
+        return places
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -128,6 +134,7 @@ class Statistics:
     places: int
     filled: int
     learnt: int
+    desirable: int | None = None
     pairs: int = 0
     alike: int = 0
     weighted: bool = False
@@ -139,6 +146,8 @@ class Statistics:
         dropped = f", {self.dropped:,} dropped without a token in the loss" if self.dropped else ""
         alike = f", {self.alike:,} with identical answers, which have no effect" if self.alike else ""
         pairs = f"; {self.pairs:,} pairs{alike}" if self.pairs else ""
+        if self.desirable is not None:
+            pairs = f"; {self.desirable:,} desirable"
         cut = f"{self.cut:,} truncated, {self.tokens_cut:,} tokens lost" if self.cut else "none truncated"
         return "\n".join(
             [
@@ -168,6 +177,7 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
         places=len(rows) * rows.seq_len,
         filled=int((lengths[kept] - 1 - lost).sum()),
         learnt=learnt,
+        desirable=None if corpus.labels is None else int(corpus.labels[kept].sum()),
         pairs=len(kept) // 2 if corpus.paired else 0,
         alike=_alike(corpus, kept) if corpus.paired else 0,
         weighted=corpus.weights is not None,

@@ -89,6 +89,7 @@ class MicroBatchDataset(Dataset[Batch]):
         self.starts = [0, *accumulate(map(len, self.rows))]
         weighted = any(corpus.weights is not None for corpus in corpora.values())
         self._plain = {"weights": np.ones(options["seq_len"], np.float32)} if weighted else {}
+        self._plain |= {name: x for name, x in self.rows[0].blank().items() if name not in FIELDS}
         self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # concurrent in RemoteArray
 
     def __len__(self) -> int:
@@ -116,9 +117,9 @@ class MicroBatchDataset(Dataset[Batch]):
 
 def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
     if corpus.mask is not None:
-        from toolkit.data.conversation_rows import ConversationRows
+        from toolkit.data.unpaired_rows import conversation_rows
 
-        return ConversationRows(corpus, **options)
+        return conversation_rows(corpus, **options)
     if corpus.labels is not None:
         from toolkit.data.labeled_rows import LabeledRows
 
@@ -195,7 +196,8 @@ class Loader:
 
     def check_ids(self, batch: Batch) -> None:
         """Raise DataError if an id is outside the tokenizer's vocabulary, where the embedding has no row."""
-        labels = None if self._corpora[0].labels is not None else batch["labels"]  # class labels are not ids
+        of_classes = self._corpora[0].labels is not None and self._corpora[0].mask is None  # are not ids
+        labels = None if of_classes else batch["labels"]
         highest = max(int(part.max()) for part in (batch["tokens"], labels) if part is not None)
         if highest >= self._corpora[0].n_words:
             folders = ", ".join(str(corpus.folder) for corpus in self._corpora)

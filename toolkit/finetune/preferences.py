@@ -1,10 +1,10 @@
 """Preference optimization: increases the probability of the chosen answer to a prompt over that of the
 rejected one.
 
-DPO does so relative to a reference, the model without its adapter. It runs first, without gradients; its
-token losses minus the model's, summed over an answer, are the log-ratio of the answer's probabilities. The
-other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n is
-chosen, 2n + 1 rejected. All pairs have equal weight.
+DPO and KTO do so relative to a reference, the model without its adapter. It runs first, without gradients;
+its token losses minus the model's, summed over an answer, are the log-ratio of the answer's probabilities.
+The other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n
+is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers with a label.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """
@@ -20,10 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.config.finetune import CPO, DPO, ORPO, Finetune, SimPO
+from toolkit.config.finetune import CPO, DPO, KTO, ORPO, Finetune, SimPO
+from toolkit.data.dataloader import FIELDS
+from toolkit.data.unpaired_rows import MISMATCHED
 from toolkit.loss import IGNORED_LABEL
 from toolkit.parallel.autograd_collectives import all_reduce
-from toolkit.parallel.objective import MicroBatch, Objective
+from toolkit.parallel.objective import MicroBatch, Objective, divisor
 
 PairLosses = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of the log-probabilities (or log-ratios) of the answers and their numbers of trained tokens, both
@@ -59,16 +61,18 @@ class PreferenceObjective(Objective):
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         learnt_BN2, valid_BN = _pairs(batch)
-        scores_BS, answers_BS = self.scores(output, batch).double(), _required(batch, "answers")
-        scores_BW = _by_answer(scores_BS, answers_BS, learnt_BN2[0].numel())
-        if self.group is not None:
-            scores_BW = all_reduce(scores_BW, self.group)
+        scores_BW = self.by_answer(self.scores(output, batch), _required(batch, "answers"), batch)
         losses_BN, rewards_BN2 = self.losses(scores_BW.unflatten(1, (-1, 2)), learnt_BN2)
         loss = torch.where(valid_BN, losses_BN, 0).sum()
         chosen_BN, rejected_BN = (rewards_BN2.detach() * valid_BN[..., None]).unbind(-1)
         margins_BN = chosen_BN - rejected_BN
         sums = [it.sum().double() for it in (chosen_BN, rejected_BN, margins_BN > 0, margins_BN)]
         return loss, torch.stack([loss.detach(), *sums]) * self.counts
+
+    def by_answer(self, scores_BS: Tensor, answers_BS: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the sums (B, W) fp64 of the tokens of each answer, over all ranks of the group."""
+        sums_BW = _by_answer(scores_BS.double(), answers_BS, _required(batch, "learnt").shape[1])
+        return sums_BW if self.group is None else all_reduce(sums_BW, self.group)
 
     def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
         """Return the log-probability of each label (B, S), given the head's token losses."""
@@ -94,11 +98,71 @@ class DPOObjective(PreferenceObjective):
         return reference_BS - output.view_as(reference_BS)
 
 
+class KTOObjective(DPOObjective):
+    """The mean over single answers of KTO's losses, with the reward metrics that trl reports.
+
+    The KL divergence that they depend on is the mean log-ratio of all mismatched answers beside those of the
+    global batch (:mod:`toolkit.data.unpaired_rows`), so that it is the same on any mesh. They run before the
+    step, without gradients.
+    """
+
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
+    fields = ("answers", "learnt", "reference", "desirable")
+    token_fields = ("answers", *(f"{MISMATCHED}{name}" for name in ("tokens", "labels", "positions", "answers")))
+    measures = 3
+
+    def __init__(self, options: KTO, group: dist.ProcessGroup | None):
+        super().__init__(partial(dpo_losses, options=DPO()), group)
+        self.options = options
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        batch = super().prepare(batch)
+        desirable_BS, width = _required(batch, "desirable"), _required(batch, "learnt").shape[1]
+        answers_BS = _required(batch, f"{MISMATCHED}documents").clamp(min=0).long()
+        padded_BW = F.pad(desirable_BS, (0, width - desirable_BS.shape[1]))
+        return batch | {"desirable": padded_BW, f"{MISMATCHED}answers": answers_BS}
+
+    def count(self, batches: Sequence[MicroBatch]) -> Tensor:
+        return torch.stack([_answered(batch).sum() for batch in batches]).sum() * self.counts
+
+    def measure(
+        self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
+    ) -> Tensor:
+        """Return the sum of the mismatched answers' log-ratios, and the numbers of answers and of desirable
+        ones."""
+        other = {name: batch[f"{MISMATCHED}{name}"] for name in (*FIELDS, "answers")}
+        other = self.with_reference(other, models, forward)
+        losses_T, valid_BW = forward(other), _answered(batch)
+        total = valid_BW.new_zeros((), dtype=torch.float64)
+        if losses_T is not None:
+            ratios_BS = self.scores(losses_T, other)
+            total = self.by_answer(ratios_BS, _required(other, "answers"), batch).sum()
+        desirable_BW = valid_BW & _required(batch, "desirable")
+        return torch.stack([total, valid_BW.sum(), desirable_BW.sum()]).double() * self.counts
+
+    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        assert self.measured is not None
+        ratio, count, desired = self.measured
+        kl = (ratio / divisor(count)).clamp(min=0)
+        valid_BW, desirable_BW = _answered(batch), _required(batch, "desirable")
+        ratios_BW = self.by_answer(self.scores(output, batch), _required(batch, "answers"), batch)
+        losses_BW = kto_losses(ratios_BW, desirable_BW, kl, self.options)
+        loss = torch.where(valid_BW, losses_BW, 0).sum()
+        rewards_BW = self.options.beta * ratios_BW.detach() * valid_BW
+        # Logged values are divided by the number of all answers.
+        chosen = (rewards_BW * desirable_BW).sum() * count / divisor(desired)
+        rejected = (rewards_BW * ~desirable_BW).sum() * count / divisor(count - desired)
+        sums = torch.stack([loss.detach(), chosen, rejected, chosen - rejected, kl * valid_BW.sum()])
+        return loss, sums * self.counts
+
+
 def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> PreferenceObjective:
     """Return the objective that ``finetune.objective`` names."""
     match options.objective:
         case "dpo":
             return DPOObjective(partial(dpo_losses, options=options.dpo), group)
+        case "kto":
+            return KTOObjective(options.kto, group)
         case "cpo":
             return PreferenceObjective(partial(cpo_losses, options=options.cpo), group)
         case "simpo":
@@ -115,6 +179,14 @@ def dpo_losses(ratios_BN2: Tensor, learnt_BN2: Tensor, options: DPO) -> tuple[Te
     if options.loss_type == "ipo":
         return (_margins(_means(ratios_BN2, learnt_BN2)) - 1 / (2 * options.beta)).square(), rewards_BN2
     return _sigmoid_losses(_margins(rewards_BN2), options.label_smoothing), rewards_BN2
+
+
+def kto_losses(ratios_BW: Tensor, desirable_BW: Tensor, kl: Tensor, options: KTO) -> Tensor:
+    """Return KTO's losses of single answers, given the estimate ``kl`` of the divergence."""
+    good_BW = desirable_BW.double()  # fp64, as the ratios
+    bad_BW = 1 - good_BW
+    weights_BW = options.desirable_weight * good_BW + options.undesirable_weight * bad_BW
+    return weights_BW * torch.sigmoid(options.beta * (bad_BW - good_BW) * (ratios_BW - kl))
 
 
 def cpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: CPO) -> tuple[Tensor, Tensor]:
@@ -171,6 +243,11 @@ def _pairs(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the number of trained tokens of each answer (B, N, 2), and a mask of valid pairs (B, N)."""
     learnt_BN2 = _required(batch, "learnt").unflatten(1, (-1, 2))
     return learnt_BN2, (learnt_BN2 > 0).all(-1)
+
+
+def _answered(batch: MicroBatch) -> Tensor:
+    """Return which documents have tokens in the loss (B, W)."""
+    return _required(batch, "learnt") > 0
 
 
 def _required(batch: MicroBatch, name: str) -> Tensor:

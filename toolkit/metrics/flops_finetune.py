@@ -24,7 +24,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
 
     Per parameter: 2 in forward, 2 for the gradient of its module's input if the input requires one, and 2 for
     its own gradient if it is trained. Adapter parameters do not count. DPO adds the forward of its reference
-    model.
+    model, KTO also those of mismatched answers.
     """
     rows, trained = table(args), trained_names(all_shapes(args, options), args, options)
     modules = {name.rpartition(".")[0] for name in trained}
@@ -50,7 +50,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
         name.startswith("output.") or (args.tie_embeddings and name == EMBEDDING) for name in trained
     )
     backward += 2 * args.dim * (flows + (NORM in trained)) + 2 * head * (head_input + head_trained)
-    return float(forward * (2 if options.objective == "dpo" else 1) + backward)
+    return float(forward * {"dpo": 2, "kto": 4}.get(options.objective, 1) + backward)
 
 
 def _input_gradients(

@@ -13,7 +13,7 @@ result is bitwise equal, because addition of two values is commutative.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,9 @@ class Pipeline(ModelParts):
             target.copy_(received)
 
     # Training step
+
+    def measure(self, batches: Iterable[MicroBatch]) -> None:
+        super().measure(micro_batch for batch in batches for micro_batch in self._split(batch))
 
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
         split = [micro_batch for batch in batches for micro_batch in self._split(batch)]

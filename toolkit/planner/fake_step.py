@@ -25,6 +25,7 @@ from toolkit.compat import (
 )
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
+from toolkit.data.unpaired_rows import MISMATCHED
 from toolkit.hardware import simulate
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
@@ -316,12 +317,16 @@ def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[Mic
     rows = config.parallelism.pipeline_parallel_microbatch_size if pp > 1 else batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.compares
-    return [
-        {
-            "tokens": torch.zeros(shape, dtype=torch.int64),
-            "labels": torch.zeros(shape, dtype=torch.int64),
-            "positions": None,
-            "documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
+
+    def fields(prefix: str = "") -> MicroBatch:
+        return {
+            f"{prefix}tokens": torch.zeros(shape, dtype=torch.int64),
+            f"{prefix}labels": torch.zeros(shape, dtype=torch.int64),
+            f"{prefix}positions": torch.zeros(shape, dtype=torch.int64) if prefix else None,
+            f"{prefix}documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
         }
-        for _ in range(count)
-    ]
+
+    if not config.finetune.unpaired:
+        return [fields() for _ in range(count)]
+    labels: MicroBatch = {"desirable": torch.zeros(shape, dtype=torch.bool)}
+    return [fields() | fields(MISMATCHED) | labels for _ in range(count)]

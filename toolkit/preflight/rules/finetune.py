@@ -9,7 +9,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.config.name_patterns import unmatched
 from toolkit.config.schema import DEFAULT
 from toolkit.data.build import corpora
-from toolkit.data.corpus import PREFERENCE
+from toolkit.data.corpus import PREFERENCE, UNPAIRED
 from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
@@ -205,7 +205,7 @@ def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
 def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
     """Check that only an adapter is trained, so that the base model can be the reference."""
     options, key = run.config.finetune, "finetune.objective"
-    if options.objective != "dpo":
+    if not options.refers:
         return []
     if not options.adds:
         rule = "the reference is the model without its adapter, and this run has no adapter"
@@ -232,8 +232,11 @@ def pairs_are_read(run: PlannedRun) -> list[Problem]:
         rule = "a classifier generates no answers to compare"
         return [run.problem("finetune.objective", rule, 'set it to "sft"')]
     trained = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
-    keys = {corpus.format_key for corpus in trained if corpus.format != PREFERENCE}
+    formats = (PREFERENCE, UNPAIRED) if run.config.finetune.unpaired else (PREFERENCE,)
+    keys = {corpus.format_key for corpus in trained if corpus.format not in formats}
     rule = "the objective needs rows with two answers to one prompt"
+    if run.config.finetune.unpaired:
+        rule += f', or with one answer and its label ("{UNPAIRED}")'
     objective = "finetune.objective"
     problems = [run.problem(key, rule, f'set {key} to "{PREFERENCE}"', objective) for key in sorted(keys)]
     if not run.config.data.document_mask:
