@@ -74,6 +74,8 @@ def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = N
         **data,
         **meshes.settings(layout, sizes or {}),
     }
+    if "whole" in layout.split():  # each layout computes its reference
+        values["data.cache_folder"] = str(folder / "caches" / layout.replace(" ", "_"))
     degrees = meshes.degrees(layout)
     dp = degrees.get("replicate", 1) * degrees.get("shard", 1)
     local = meshes.SAMPLES // (dp * meshes.accumulation(layout))

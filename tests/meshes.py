@@ -212,7 +212,8 @@ WORDS: dict[str, Settings] = {
         "data.format": "unpaired_preference",
         "data.chat_template": PAIR_TEMPLATE,
     },
-    # All parameters are trained: there is no reference.
+    # All parameters are trained: the reference is stored, or there is none.
+    "whole": {"finetune.adapter": "none"},
     **{
         name: {
             "finetune.objective": name,
@@ -268,6 +269,7 @@ CURVES = (
     *FINETUNED,
     *FLOAT8,
     "ipo",
+    "whole",
     "biases-only",
     "adamw-8bit",
     "muon",
@@ -862,7 +864,7 @@ FINETUNED_FAST = [
     "shard2 simpo accumulate3",
     "cp2 orpo tied",
     "shard2 kto accumulate3",
-    "pp2 tp2 1F1B kto",
+    "pp2 tp2 1F1B kto whole",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
@@ -905,9 +907,15 @@ FINETUNED_MORE = [
     "shard2 tp2 freeze-last",
     "tp2 dpo",
     "tp2 kto",
+    *(
+        f"{mesh} dpo whole"
+        for mesh in ("shard2 accumulate3", "cp2", "tp2 tied", "pp2 1F1B", "replicate2 shard2")
+    ),
+    *(f"{mesh} kto whole" for mesh in ("shard2", "cp2", "tp2 tied", "pp2 1F1B")),
+    "shard2 dpo ipo whole",
+    "pp2 tp2 1F1B kto",
     "cp2 kto AC-full",
     "replicate2 shard2 kto HYBRID_SHARD",
-    "pp2 cp2 Interleaved1F1B kto",
     "pp2 1F1B kto",
     "shard2 ep2 moe kto",
     "replicate2 shard2 dora",

@@ -69,7 +69,10 @@ def labeled(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
         for number, row in enumerate(_pairs(40))
     ]
     return _cache(
-        tmp_path_factory.mktemp("labeled"), rows, "--finetune.objective=kto", "--data.format=unpaired_preference"
+        tmp_path_factory.mktemp("labeled"),
+        rows,
+        "--finetune.objective=kto",
+        "--data.format=unpaired_preference",
     )
 
 
@@ -267,7 +270,9 @@ def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 def test_packed_answers_are_those_that_are_not(labeled: TokenCache) -> None:
     model = _model(labeled, torch.float64)
-    (packed, told), (padded, also) = (_loss(model, _batch(labeled, packing=it), "kto") for it in (True, False))
+    (packed, told), (padded, also) = (
+        _loss(model, _batch(labeled, packing=it), "kto") for it in (True, False)
+    )
     assert packed.item() == pytest.approx(padded.item(), rel=1e-12)
     assert told == pytest.approx(also, rel=1e-9)
     torch.testing.assert_close(_gradients(model, packed), _gradients(model, padded), rtol=1e-9, atol=1e-12)
@@ -375,7 +380,9 @@ def _learn(model: Decoder, batch: dict[str, Tensor | None]) -> None:
     optimizer = torch.optim.AdamW(trained, lr=0.02)
     for _ in range(8):
         optimizer.zero_grad()
-        model(tokens, **dict(zip(("positions", "documents", "labels"), others, strict=True))).mean().backward()
+        model(
+            tokens, **dict(zip(("positions", "documents", "labels"), others, strict=True))
+        ).mean().backward()
         optimizer.step()
 
 

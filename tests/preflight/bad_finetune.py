@@ -177,27 +177,6 @@ CASES: list[Bad] = [
         prepare=lambda folder: _peft(folder, r=2),
     ),
     bad(
-        "dpo_has_a_reference",
-        f"finetune.objective=dpo {PAIRS}",
-        "the model without its adapter",
-        "lora",
-        prepare=_PAIR,
-    ),
-    bad(
-        "dpo_has_a_reference",
-        f"finetune.trainable=*norm.weight {DPO} {PAIRS}",
-        "no longer be the reference",
-        prepare=_PAIR,
-    ),
-    bad(
-        "dpo_has_a_reference",
-        f"finetune.adapter_path=peft checkpoint.enable {DPO} {PAIRS}",
-        "would not contain this adapter",
-        "merge",
-        also="adapter_path_fits",
-        prepare=_PAIR,
-    ),
-    bad(
         "pairs_are_read",
         "finetune.objective=orpo finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
         "a classifier generates no answers",
@@ -218,18 +197,14 @@ CASES: list[Bad] = [
     ),
     bad("pairs_are_read", f"data.train_on=all {DPO} {PAIRS}", "their common prompt", prepare=_PAIR),
     bad(
-        "dpo_has_a_reference",
-        f"finetune.objective=kto {PAIRS}",
-        "the model without its adapter",
-        prepare=_PAIR,
-    ),
-    bad(
         "pairs_are_read",
         f"training.format=unpaired_preference {DPO} {FILE}",
         "rows with two answers",
         prepare=_LABELED,
     ),
-    bad("pairs_are_read", f"finetune.objective=kto {LORA}", 'one answer and its label ("unpaired_preference")'),
+    bad(
+        "pairs_are_read", f"finetune.objective=kto {LORA}", 'one answer and its label ("unpaired_preference")'
+    ),
     bad(
         "pairs_are_compared",
         f"training.format=unpaired_preference {FILE}",

@@ -163,8 +163,8 @@ class Finetune(Table):
     instead of exporting a PEFT folder."""
     objective: Literal["sft", "dpo", "kto", "cpo", "simpo", "orpo"] = "sft"
     """sft: next-token prediction. The others prefer chosen over rejected answers, on data of format
-    preference: dpo and kto relative to the model without its adapter; cpo, simpo and orpo without a
-    reference, so that the whole model can be trained too. kto also reads unpaired_preference."""
+    preference: dpo and kto relative to the initial model; cpo, simpo and orpo without a reference. kto also
+    reads unpaired_preference."""
     trainable: list[str] = []
     """Name patterns of parameters to train, such as *norm.weight or tok_embeddings.*; empty trains all."""
     frozen: list[str] = []
@@ -193,6 +193,19 @@ class Finetune(Table):
     def refers(self) -> bool:
         """Return whether the objective compares the model with a reference."""
         return self.objective in ("dpo", "kto")
+
+    @property
+    def stores_reference(self) -> bool:
+        """Return whether the reference's log-probabilities are computed before training, because the model
+        without its adapter will not be the reference."""
+        return self.refers and (not self.adds or bool(self.trainable or self.adapter_path))
+
+    @property
+    def extra_forwards(self) -> int:
+        """Return the number of forwards per step without gradients: of the reference and of mismatched
+        answers."""
+        references = 0 if self.stores_reference or not self.refers else 1
+        return 2 * references + 1 if self.unpaired else references
 
     @property
     def unpaired(self) -> bool:

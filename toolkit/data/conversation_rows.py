@@ -53,6 +53,9 @@ class ConversationRows(Rows):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def indices(self, k: int) -> np.ndarray:
+        return self.conversations[self.starts[k] : self.starts[k + 1]]
+
     def sample(self, k: int) -> Sample:
         """Return row ``k``."""
         row, place = self.blank(), 0

@@ -2,9 +2,9 @@
 
 KTO estimates how far the model has moved from its reference on answers to other prompts. The mismatched
 answer of a prompt is the answer of the conversation before it in the corpus (of the first: the last), or of
-the pair before it, if both answers of a pair are in use. It does not depend on the batch: trl's rotation, over
-the corpus instead of the micro-batch. The document of a prompt with the other answer has the same number in
-its row as the prompt with its own.
+the pair before it, if both answers of a pair are in use. It does not depend on the batch: this is trl's
+rotation, over the corpus instead of the micro-batch. The document of a prompt with the other answer has the
+same number in its row as the prompt with its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UnpairedRows(ConversationRows):
 
     def sample(self, k: int) -> Sample:
         row, place = super().sample(k), 0
-        there = self.conversations[self.starts[k] : self.starts[k + 1]]
+        there = self.indices(k)
         row["desirable"][: len(there)] = self.labels[there]
         for number, index in enumerate(there):
             prompt = slice(self.offsets[index], self.offsets[index] + self.first[index])

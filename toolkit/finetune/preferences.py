@@ -1,9 +1,9 @@
 """Preference optimization: increases the probability of the chosen answer to a prompt over that of the
 rejected one.
 
-DPO and KTO do so relative to a reference, the model without its adapter. It runs first, without gradients;
-its token losses minus the model's, summed over an answer, are the log-ratio of the answer's probabilities.
-The other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n
+DPO and KTO do so relative to a reference. If it is the model without its adapter, it runs first, without
+gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the answer's
+probabilities. Otherwise the sums of the reference are read (:mod:`toolkit.finetune.reference`). The other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n
 is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers with a label.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
@@ -39,9 +39,11 @@ class PreferenceObjective(Objective):
     """
 
     reduction = "none"
-    names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+    names: tuple[str, ...] = (
+        "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+    )  # fmt: skip
     fields: tuple[str, ...] = ("answers", "learnt")
-    token_fields = ("answers",)
+    token_fields: tuple[str, ...] = ("answers",)
 
     def __init__(self, losses: PairLosses, group: dist.ProcessGroup | None):
         self.losses = losses
@@ -61,7 +63,7 @@ class PreferenceObjective(Objective):
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         learnt_BN2, valid_BN = _pairs(batch)
-        scores_BW = self.by_answer(self.scores(output, batch), _required(batch, "answers"), batch)
+        scores_BW = self.scores(output, batch)
         losses_BN, rewards_BN2 = self.losses(scores_BW.unflatten(1, (-1, 2)), learnt_BN2)
         loss = torch.where(valid_BN, losses_BN, 0).sum()
         chosen_BN, rejected_BN = (rewards_BN2.detach() * valid_BN[..., None]).unbind(-1)
@@ -69,24 +71,56 @@ class PreferenceObjective(Objective):
         sums = [it.sum().double() for it in (chosen_BN, rejected_BN, margins_BN > 0, margins_BN)]
         return loss, torch.stack([loss.detach(), *sums]) * self.counts
 
-    def by_answer(self, scores_BS: Tensor, answers_BS: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the sums (B, W) fp64 of the tokens of each answer, over all ranks of the group."""
-        sums_BW = _by_answer(scores_BS.double(), answers_BS, _required(batch, "learnt").shape[1])
-        return sums_BW if self.group is None else all_reduce(sums_BW, self.group)
-
     def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the log-probability of each label (B, S), given the head's token losses."""
-        return -output.view_as(_required(batch, "answers"))
+        """Return the log-probability of each answer (B, W) fp64, given the head's token losses."""
+        return self.by_answer(-output, batch)
+
+    def by_answer(self, scores_T: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the sums (B, W) fp64 over the tokens of each answer, on all ranks of the group."""
+        answers_BS, width = _required(batch, "answers"), _required(batch, "learnt").shape[1]
+        sums_BW = _by_answer(scores_T.view_as(answers_BS).double(), answers_BS, width)
+        return sums_BW if self.group is None else all_reduce(sums_BW, self.group)
 
 
 class DPOObjective(PreferenceObjective):
-    """The same relative to the model without its adapter."""
+    """The same relative to the model without its adapter, or to ``stored`` log-probabilities of the
+    conversations of the run (conversations, columns) fp64."""
 
-    fields = ("answers", "learnt", "reference")
+    fields: tuple[str, ...] = ("answers", "learnt", "reference")
+    columns: tuple[str, ...] = ("",)
+    """Prefixes of the answers of a conversation that have log-probabilities."""
+    stored: Tensor | None = None
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        batch = super().prepare(batch)
+        conversations_BS = batch.get("conversations")
+        if conversations_BS is None:
+            return batch
+        padding = _required(batch, "learnt").shape[1] - conversations_BS.shape[1]
+        batch["conversations"] = conversations_BW = F.pad(conversations_BS, (0, padding))
+        if self.stored is None:  # it is being computed
+            return batch
+        columns = self.stored[conversations_BW].unbind(-1)
+        return batch | {f"{prefix}reference": it for prefix, it in zip(self.columns, columns, strict=True)}
+
+    def answer(self, batch: MicroBatch, prefix: str) -> MicroBatch:
+        """Return the fields of the prepared answers with ``prefix``, as the model reads them."""
+        names = ("answers", "reference", *FIELDS)
+        return batch | {name: batch.get(f"{prefix}{name}") for name in names}
+
+    def log_probs(self, batch: MicroBatch, forward: Callable[[MicroBatch], Tensor | None]) -> Tensor | None:
+        """Return the log-probabilities of the answers (B, W, columns), if the last stage is on this rank;
+        0 without an answer."""
+        answers = [self.answer(batch, prefix) for prefix in self.columns]
+        outputs = [forward(each) for each in answers]
+        sums = [self.by_answer(-x, it) for x, it in zip(outputs, answers, strict=True) if x is not None]
+        return torch.stack(sums, dim=-1) * self.counts if sums else None
 
     def with_reference(
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> MicroBatch:
+        if self.stored is not None:
+            return batch
         with torch.no_grad(), without_adapter(models):
             losses_T = forward(batch)
         return batch | {
@@ -94,8 +128,11 @@ class DPOObjective(PreferenceObjective):
         }
 
     def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        reference_BS = _required(batch, "reference")
-        return reference_BS - output.view_as(reference_BS)
+        """Return the log-ratios of the answers."""
+        reference = _required(batch, "reference")
+        if self.stored is None:
+            return self.by_answer(reference - output.view_as(reference), batch)
+        return super().scores(output, batch) - reference
 
 
 class KTOObjective(DPOObjective):
@@ -108,7 +145,11 @@ class KTOObjective(DPOObjective):
 
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
     fields = ("answers", "learnt", "reference", "desirable")
-    token_fields = ("answers", *(f"{MISMATCHED}{name}" for name in ("tokens", "labels", "positions", "answers")))
+    token_fields = (
+        "answers",
+        *(f"{MISMATCHED}{name}" for name in ("tokens", "labels", "positions", "answers")),
+    )
+    columns = ("", MISMATCHED)
     measures = 3
 
     def __init__(self, options: KTO, group: dist.ProcessGroup | None):
@@ -130,13 +171,11 @@ class KTOObjective(DPOObjective):
     ) -> Tensor:
         """Return the sum of the mismatched answers' log-ratios, and the numbers of answers and of desirable
         ones."""
-        other = {name: batch[f"{MISMATCHED}{name}"] for name in (*FIELDS, "answers")}
-        other = self.with_reference(other, models, forward)
-        losses_T, valid_BW = forward(other), _answered(batch)
+        other = self.with_reference(self.answer(batch, MISMATCHED), models, forward)
+        output, valid_BW = forward(other), _answered(batch)
         total = valid_BW.new_zeros((), dtype=torch.float64)
-        if losses_T is not None:
-            ratios_BS = self.scores(losses_T, other)
-            total = self.by_answer(ratios_BS, _required(other, "answers"), batch).sum()
+        if output is not None:
+            total = torch.where(valid_BW, self.scores(output, other), 0).sum()
         desirable_BW = valid_BW & _required(batch, "desirable")
         return torch.stack([total, valid_BW.sum(), desirable_BW.sum()]).double() * self.counts
 
@@ -145,7 +184,7 @@ class KTOObjective(DPOObjective):
         ratio, count, desired = self.measured
         kl = (ratio / divisor(count)).clamp(min=0)
         valid_BW, desirable_BW = _answered(batch), _required(batch, "desirable")
-        ratios_BW = self.by_answer(self.scores(output, batch), _required(batch, "answers"), batch)
+        ratios_BW = self.scores(output, batch)
         losses_BW = kto_losses(ratios_BW, desirable_BW, kl, self.options)
         loss = torch.where(valid_BW, losses_BW, 0).sum()
         rewards_BW = self.options.beta * ratios_BW.detach() * valid_BW

@@ -202,28 +202,6 @@ def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
-    """Check that only an adapter is trained, so that the base model can be the reference."""
-    options, key = run.config.finetune, "finetune.objective"
-    if not options.refers:
-        return []
-    if not options.adds:
-        rule = "the reference is the model without its adapter, and this run has no adapter"
-        fix = (
-            'set finetune.adapter = "lora" (or prefix_tuning, llama_adapter), or it to "simpo" (or cpo, orpo)'
-        )
-        return [run.problem(key, rule, fix)]
-    if options.trainable:
-        rule = "it trains parts of the model, which without its adapter would no longer be the reference"
-        return [run.problem("finetune.trainable", rule, "leave it empty")]
-    if options.adapter_path:
-        rule = "the reference, the model without its adapter, would not contain this adapter"
-        fix = "merge it into the model (llama-toolkit convert merge), and start from the result"
-        return [run.problem("finetune.adapter_path", rule, fix)]
-    return []
-
-
-@rule()
 def pairs_are_read(run: PlannedRun) -> list[Problem]:
     """Check that each corpus has pairs of answers, and that answers cannot attend to each other."""
     if not run.config.finetune.compares:
