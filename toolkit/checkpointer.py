@@ -137,7 +137,7 @@ class Checkpointer:
         self._first_step = self._state.step
 
     def _load_initial(self, *, model_only: bool) -> None:
-        """Load the configured initial weights, beside the base model of an adapter, or checkpoint."""
+        """Load the configured initial weights or checkpoint, with an adapter only the initial adapter."""
         options = self._options
         if self._config.finetune.adds:
             if self._config.finetune.adapter_path is not None:

@@ -360,7 +360,7 @@ def test_the_loss_is_that_of_trl(cache: TokenCache, loss_type: str) -> None:
 
 
 def _spied(model: Decoder, **options: Any) -> tuple[Any, Any]:
-    """What trl's trainers of a reference read of themselves, and what they log."""
+    """A stand-in for trl's trainers with a reference, and the metrics that it logs."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
     )
@@ -388,7 +388,7 @@ def _learn(model: Decoder, batch: dict[str, Tensor | None]) -> None:
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.7)])
 def test_ktos_loss_is_that_of_trl(labeled: TokenCache, weights: tuple[float, float]) -> None:
-    """Of a batch that is all of the corpus, over which both move the answers by one."""
+    """The batch is the whole corpus, over which both move the answers by one."""
     pytest.importorskip("trl")
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 

@@ -44,7 +44,7 @@ def _config(
 
 
 def _run(config: Any) -> list[dict[str, Any]]:
-    """What is logged of losses and rewards, step after step."""
+    """Return the logged losses and rewards, step by step."""
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = small_trainer(config)
         trainer.train()
@@ -63,7 +63,7 @@ def _both(folder: str, objective: str) -> tuple[list[dict[str, Any]], list[dict[
 
 @pytest.mark.parametrize("objective", FORMATS)
 def test_it_is_that_of_a_model_without_its_adapter(tmp_path: Path, objective: str) -> None:
-    """Beside an adapter, whose model computes its reference in each step."""
+    """An adapter's model computes its reference in each step, too."""
     stored, again = run_world(_both, 1, str(tmp_path), objective)[0]
     assert len(stored) == len(again) == 6
     for mine, theirs in zip(stored, again, strict=True):

@@ -138,8 +138,8 @@ class DPOObjective(PreferenceObjective):
 class KTOObjective(DPOObjective):
     """The mean over single answers of KTO's losses, with the reward metrics that trl reports.
 
-    The KL divergence that they depend on is the mean log-ratio of all mismatched answers beside those of the
-    global batch (:mod:`toolkit.data.unpaired_rows`), so that it is the same on any mesh. They run before the
+    The KL divergence that they depend on is the mean log-ratio of the mismatched answers of the global
+    batch (:mod:`toolkit.data.unpaired_rows`), so that it is the same on any mesh. They run before the
     step, without gradients.
     """
 

@@ -2,7 +2,7 @@
 
 DPO and KTO compare the model with the initial one. If more than a new adapter is trained, the initial model
 gives the log-probability of every answer of the run once, before the first step; the steps then cost no
-forward of a reference. A file for each corpus is kept beside the token caches:
+forward of a reference. A file for each corpus is kept next to the token caches:
 
     <cache folder>/references/<key>.bin    SHA-256 of the rest; float64 (conversations, columns)
 
