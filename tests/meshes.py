@@ -212,6 +212,12 @@ WORDS: dict[str, Settings] = {
         "data.format": "unpaired_preference",
         "data.chat_template": PAIR_TEMPLATE,
     },
+    "reward": {
+        "finetune.objective": "reward",
+        "finetune.reward.center_rewards_coefficient": 0.02,
+        "data.format": "preference",
+        "data.chat_template": PAIR_TEMPLATE,
+    },
     # All parameters are trained: the reference is stored, or there is none.
     "whole": {"finetune.adapter": "none"},
     **{
@@ -246,6 +252,7 @@ WORDS: dict[str, Settings] = {
 FINETUNED = (
     "dpo",
     "kto",
+    "reward",
     "cpo",
     "simpo",
     "orpo",
@@ -865,6 +872,7 @@ FINETUNED_FAST = [
     "cp2 orpo tied",
     "shard2 kto accumulate3",
     "pp2 tp2 1F1B kto whole",
+    "cp2 tp2 reward",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
@@ -913,6 +921,8 @@ FINETUNED_MORE = [
     ),
     *(f"{mesh} kto whole" for mesh in ("shard2", "cp2", "tp2 tied", "pp2 1F1B")),
     "shard2 dpo ipo whole",
+    *(f"{mesh} reward" for mesh in ("shard2 accumulate3", "tp2 AC-full", "cp2", "pp2 1F1B", "replicate2 shard2")),
+    "shard2 reward lora",
     "pp2 tp2 1F1B kto",
     "cp2 kto AC-full",
     "replicate2 shard2 kto HYBRID_SHARD",

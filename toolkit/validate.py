@@ -59,8 +59,8 @@ class Validator:
         result = validate(model_parts, self.loader, **options)
         if result and self._base and (last or state.step == 0):
             values = base_corpus_loss(model_parts, self._base, **options)
-        if classifier := model_parts.models[0].args.classifier:
-            classes = len(classifier.labels)
+        classifier = model_parts.models[0].args.classifier
+        if classifier and (classes := len(classifier.labels)) > 1:
             values |= classifier_scores(model_parts, classes=classes, device=self._device)
         if result is None:
             return None

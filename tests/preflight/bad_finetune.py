@@ -206,6 +206,31 @@ CASES: list[Bad] = [
         "pairs_are_read", f"finetune.objective=kto {LORA}", 'one answer and its label ("unpaired_preference")'
     ),
     bad(
+        "pairs_are_read",
+        "finetune.objective=reward finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
+        "one score instead of classes",
+        prepare=write("a.jsonl", json.dumps({"text": "a", "label": 1})),
+    ),
+    bad(
+        "classifier_has_no_vocabulary_head",
+        f"model.tie_embeddings=true finetune.objective=reward {PAIRS}",
+        "a classifier or reward model has no head to tie",
+        prepare=_PAIR,
+    ),
+    bad(
+        "classifier_has_a_class",
+        f"finetune.objective=reward model.name=llama4 {PAIRS}",
+        "transformers has no",
+        "use another model",
+        prepare=_PAIR,
+    ),
+    bad(
+        "columns_known",
+        f"data.columns=margin=gap finetune.objective=simpo {PAIRS}",
+        "only reward models use margins",
+        prepare=write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "gap": 1})),
+    ),
+    bad(
         "pairs_are_compared",
         f"training.format=unpaired_preference {FILE}",
         "may contain undesirable answers",

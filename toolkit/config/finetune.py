@@ -118,6 +118,14 @@ class KTO(Table):
     """Weight of the losses of undesirable answers."""
 
 
+class Reward(Table):
+    """Reward models: the probability that an answer is preferred (Bradley, Terry 1952), by one score each."""
+
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv:2312.09244); 0.01 is
+    common."""
+
+
 class CPO(Table):
     """Contrastive preference optimization (Xu et al. 2024, arXiv:2401.08417)."""
 
@@ -161,10 +169,10 @@ class Finetune(Table):
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
     """Merge LoRA updates into the model that checkpoint.last_save_in_hf and hf_export_interval export,
     instead of exporting a PEFT folder."""
-    objective: Literal["sft", "dpo", "kto", "cpo", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "kto", "cpo", "simpo", "orpo", "reward"] = "sft"
     """sft: next-token prediction. The others prefer chosen over rejected answers, on data of format
     preference: dpo and kto relative to the initial model; cpo, simpo and orpo without a reference. kto also
-    reads unpaired_preference."""
+    reads unpaired_preference. reward: a score of answers instead of a language model."""
     trainable: list[str] = []
     """Name patterns of parameters to train, such as *norm.weight or tok_embeddings.*; empty trains all."""
     frozen: list[str] = []
@@ -180,6 +188,7 @@ class Finetune(Table):
 
     dpo: Annotated[DPO, OnlyWith("finetune.objective", ("dpo",))] = DPO()
     kto: Annotated[KTO, OnlyWith("finetune.objective", ("kto",))] = KTO()
+    reward: Annotated[Reward, OnlyWith("finetune.objective", ("reward",))] = Reward()
     cpo: Annotated[CPO, OnlyWith("finetune.objective", ("cpo",))] = CPO()
     simpo: Annotated[SimPO, OnlyWith("finetune.objective", ("simpo",))] = SimPO()
     orpo: Annotated[ORPO, OnlyWith("finetune.objective", ("orpo",))] = ORPO()
@@ -188,6 +197,11 @@ class Finetune(Table):
     def compares(self) -> bool:
         """Return whether the objective learns from preferences."""
         return self.objective != "sft"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the scores of a classifier or a reward model; none of a language model."""
+        return self.classification.names or ("LABEL_0",) * (self.objective == "reward")
 
     @property
     def refers(self) -> bool:

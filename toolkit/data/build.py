@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from toolkit.config import Config
 from toolkit.config.local_paths import assets_folder
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions
     from toolkit.data.chat.shapes import Shape
     from toolkit.data.labeled_texts import LabeledTexts
+
+
+_PAIR_DATA: Mapping[str, Literal["labels", "margins"]] = {"kto": "labels", "reward": "margins"}
+"""Data of pairs that objectives use in addition to the answers."""
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
@@ -145,7 +149,7 @@ class CorpusOptions(NamedTuple):
     columns: Mapping[str, str]
     columns_key: str
     labeled: LabeledTexts | None
-    unpaired: bool
+    objective: str
 
     @property
     def shape(self) -> Shape | None:
@@ -154,8 +158,8 @@ class CorpusOptions(NamedTuple):
             return None
         from toolkit.data.chat.shapes import Shape
 
-        split = self.unpaired and self.format == PREFERENCE
-        return Shape(self.format, tuple(self.columns.items()), split)
+        data = _PAIR_DATA.get(self.objective, "") if self.format == PREFERENCE else ""
+        return Shape(self.format, tuple(self.columns.items()), data)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for ``data.sources.open_corpus``."""
@@ -196,7 +200,7 @@ def _options(config: Config, table: str) -> CorpusOptions:
         config.value(columns_key),
         columns_key,
         _labeled(config, column_key) if table != BASE_CORPUS else None,
-        config.finetune.unpaired,
+        config.finetune.objective,
     )
 
 

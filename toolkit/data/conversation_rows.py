@@ -26,6 +26,9 @@ from toolkit.loss import IGNORED_LABEL
 class ConversationRows(Rows):
     """Rows of whole conversations; conversations without tokens in the loss are dropped."""
 
+    predicted = 1
+    """Number of tokens at the end of a conversation that are predicted, but take no position."""
+
     def __init__(
         self, corpus: TokenCache, seq_len: int, *, packing: bool, document_mask: bool = True, pad_id: int = 0
     ):
@@ -33,7 +36,7 @@ class ConversationRows(Rows):
         assert corpus.mask is not None
         self.mask, self.weights = corpus.mask, corpus.weights
         n = together(corpus)
-        fitting = places(corpus, seq_len).reshape(-1, n)
+        fitting = places(corpus, seq_len, predicted=self.predicted).reshape(-1, n)
         kept = np.flatnonzero(~without_loss(corpus, seq_len).reshape(-1, n).any(axis=1))
         rooms = self._rooms(corpus, kept, fitting[kept].sum(axis=1))
         rows = best_fit(rooms, seq_len) if packing else np.arange(len(kept))
@@ -167,10 +170,10 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
     """Compute the statistics printed at startup."""
     assert corpus.conversations is not None and corpus.mask is not None
     lengths, kept = np.diff(corpus.offsets), rows.conversations
-    lost = lengths[kept] - 1 - rows.places
-    learnt = int(corpus.conversations[kept, IN_LOSS].sum())
+    lost = lengths[kept] - rows.predicted - rows.places
+    learnt = int(corpus.conversations[kept, IN_LOSS].sum()) if rows.predicted else len(kept)
     for index, n in zip(kept[lost > 0], rows.places[lost > 0], strict=True):
-        learnt -= int(corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum())
+        learnt -= rows.predicted * int(corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum())
     return Statistics(
         lengths=lengths,
         dropped=len(lengths) - len(kept),
@@ -178,7 +181,7 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
         tokens_cut=int(lost.sum()),
         rows=len(rows),
         places=len(rows) * rows.seq_len,
-        filled=int((lengths[kept] - 1 - lost).sum()),
+        filled=int(rows.places.sum()),
         learnt=learnt,
         desirable=None if corpus.labels is None else int(corpus.labels[kept].sum()),
         pairs=len(kept) // 2 if corpus.paired else 0,

@@ -66,7 +66,37 @@ class UnpairedRows(ConversationRows):
         return row
 
 
+class ScoredRows(ConversationRows):
+    """Rows of pairs for a reward model: the last token of each answer is an input and has the label 0, the
+    only score, and other tokens have none; with the ``margin`` of each document (seq_len,)."""
+
+    predicted = 0
+
+    def __init__(self, corpus: TokenCache, seq_len: int, **options: Any):
+        super().__init__(corpus, seq_len, **options)
+        assert corpus.margins is not None
+        self.margins = corpus.margins
+
+    def blank(self) -> Sample:
+        return super().blank() | {"margin": np.zeros(self.seq_len, np.float32)}
+
+    def sample(self, k: int) -> Sample:
+        row, place, there = self.blank(), 0, self.indices(k)
+        row["margin"][: len(there)] = self.margins[there]
+        lengths = self.places[self.starts[k] : self.starts[k + 1]]
+        for number, (index, n) in enumerate(zip(there, lengths, strict=True)):
+            here, begin = slice(place, place + n), int(self.offsets[index])
+            row["tokens"][here] = self.tokens[begin : begin + n]
+            row["positions"][here] = self._arange[:n]
+            row["documents"][here] = number
+            place += n
+            row["labels"][place - 1] = 0
+        return row
+
+
 def conversation_rows(corpus: TokenCache, seq_len: int, **options: Any) -> ConversationRows:
-    """Return the rows of a corpus of conversations, or of labeled answers."""
+    """Return the rows of a corpus of conversations, of labeled answers, or of pairs for a reward model."""
+    if corpus.margins is not None:
+        return ScoredRows(corpus, seq_len, **options)
     kind = ConversationRows if corpus.labels is None else UnpairedRows
     return kind(corpus, seq_len, **options)

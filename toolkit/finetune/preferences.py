@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.config.finetune import CPO, DPO, KTO, ORPO, Finetune, SimPO
+from toolkit.config.finetune import CPO, DPO, KTO, ORPO, Finetune, Reward, SimPO
 from toolkit.data.dataloader import FIELDS
 from toolkit.data.unpaired_rows import MISMATCHED
 from toolkit.loss import IGNORED_LABEL
@@ -38,7 +38,7 @@ class PreferenceObjective(Objective):
     The ranks of ``group`` have shards of the same sequences.
     """
 
-    reduction = "none"
+    reduction: str = "none"
     names: tuple[str, ...] = (
         "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
     )  # fmt: skip
@@ -64,12 +64,16 @@ class PreferenceObjective(Objective):
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         learnt_BN2, valid_BN = _pairs(batch)
         scores_BW = self.scores(output, batch)
-        losses_BN, rewards_BN2 = self.losses(scores_BW.unflatten(1, (-1, 2)), learnt_BN2)
+        losses_BN, rewards_BN2 = self.compare(scores_BW.unflatten(1, (-1, 2)), learnt_BN2, batch)
         loss = torch.where(valid_BN, losses_BN, 0).sum()
         chosen_BN, rejected_BN = (rewards_BN2.detach() * valid_BN[..., None]).unbind(-1)
         margins_BN = chosen_BN - rejected_BN
         sums = [it.sum().double() for it in (chosen_BN, rejected_BN, margins_BN > 0, margins_BN)]
         return loss, torch.stack([loss.detach(), *sums]) * self.counts
+
+    def compare(self, scores_BN2: Tensor, learnt_BN2: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the losses and rewards of pairs, see :data:`PairLosses`."""
+        return self.losses(scores_BN2, learnt_BN2)
 
     def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
         """Return the log-probability of each answer (B, W) fp64, given the head's token losses."""
@@ -80,6 +84,33 @@ class PreferenceObjective(Objective):
         answers_BS, width = _required(batch, "answers"), _required(batch, "learnt").shape[1]
         sums_BW = _by_answer(scores_T.view_as(answers_BS).double(), answers_BS, width)
         return sums_BW if self.group is None else all_reduce(sums_BW, self.group)
+
+
+class RewardObjective(PreferenceObjective):
+    """The mean over pairs of a reward model's losses. The head scores the last token of each answer, the only
+    one with a label."""
+
+    reduction = "scores"
+    fields = ("answers", "learnt", "labels", "margin")
+
+    def __init__(self, options: Reward, group: dist.ProcessGroup | None):
+        super().__init__(lambda scores, _: (scores, scores), group)
+        self.options = options
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        margin_BS, width = _required(batch, "margin"), _required(batch, "labels").shape[1]
+        return super().prepare(batch) | {"margin": F.pad(margin_BS, (0, width % 2))}
+
+    def compare(self, scores_BN2: Tensor, learnt_BN2: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        margins_BN = _margins(scores_BN2) - _required(batch, "margin")[:, ::2].double()
+        center = self.options.center_rewards_coefficient * scores_BN2.sum(-1).square()
+        return center - F.logsigmoid(margins_BN), scores_BN2
+
+    def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the score of each answer."""
+        labels_BS = _required(batch, "labels")
+        scores_BS = torch.where(labels_BS == IGNORED_LABEL, 0, output.view_as(labels_BS))
+        return self.by_answer(scores_BS, batch)
 
 
 class DPOObjective(PreferenceObjective):
@@ -202,6 +233,8 @@ def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> 
             return DPOObjective(partial(dpo_losses, options=options.dpo), group)
         case "kto":
             return KTOObjective(options.kto, group)
+        case "reward":
+            return RewardObjective(options.reward, group)
         case "cpo":
             return PreferenceObjective(partial(cpo_losses, options=options.cpo), group)
         case "simpo":

@@ -29,7 +29,7 @@ class Objective:
     """The next-token loss, averaged over tokens.
 
     Attributes:
-        reduction: the head's reduction of token losses, "sum" or "none".
+        reduction: the head's reduction of token losses, "sum" or "none", or "scores".
             names: metrics logged in addition to the loss.
             fields: fields added to a micro-batch, with one row per sample.
             token_fields: fields of a micro-batch with one column per token.

@@ -182,7 +182,8 @@ class Pipeline(ModelParts):
         hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()
         loss_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         head = self.stages[self.last].output if self.last in self.stages else None
-        shape = (self.micro_batch * length,) if head is not None and head.reduction == "none" else ()
+        shapes = {"none": (self.micro_batch * length,), "scores": (self.micro_batch, length, 1)}
+        shape = shapes.get(head.reduction, ()) if head is not None else ()
         loss = torch.empty(shape, dtype=loss_dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(

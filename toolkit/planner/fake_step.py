@@ -336,6 +336,8 @@ def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[Mic
             batch["conversations"] = torch.zeros(shape, dtype=torch.int64)
         if config.finetune.unpaired:
             batch |= fields(MISMATCHED) | {"desirable": torch.zeros(shape, dtype=torch.bool)}
+        if config.finetune.objective == "reward":
+            batch["margin"] = torch.zeros(shape)
         return batch
 
     return [fields() | beside() for _ in range(count)]

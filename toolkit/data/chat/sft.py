@@ -22,7 +22,7 @@ from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.chat.unwritten import ARGUMENTS
 from toolkit.data.text_files import Chunk
-from toolkit.data.token_files import LABELS, WEIGHTS
+from toolkit.data.token_files import LABELS, MARGINS, WEIGHTS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
@@ -63,7 +63,8 @@ class ConversationEncoder:
 
     @property
     def EXTRA(self) -> tuple[str, ...]:
-        return ("mask.bin", "conversations.bin", *[LABELS] * self.shape.labeled)
+        margins = [MARGINS] * (self.shape.data == "margins")
+        return ("mask.bin", "conversations.bin", *margins, *[LABELS] * self.shape.labeled)
 
     @cached_property
     def form(self) -> ChatFormat:
@@ -87,11 +88,11 @@ class ConversationEncoder:
         shape = [self.shape.format, sorted(self.shape.names.items())]
         special = sorted(self.tokenizer.special_tokens.items())  # some tokenizers store them in another file
         options = [self.options.train_on, self.options.mask_empty_thinking]
-        split = ["split"] * self.shape.split
-        return [VERSION, *shape, self.form.fingerprint, *options, special, *split]
+        data = [self.shape.data] if self.shape.data else []
+        return [VERSION, *shape, self.form.fingerprint, *options, special, *data]
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        tokens, weights, about, labels = [], [], [], []
+        tokens, weights, about, extras = [], [], [], []
         self.remarks.clear()
         file = self.files.index(chunk.path)
         for number, row in chunk.rows():
@@ -101,13 +102,14 @@ class ConversationEncoder:
                 in_loss = np.flatnonzero(weights_of_ids)
                 tokens.append(ids)
                 weights.append(weights_of_ids)
-                labels.append(conversation.desirable)
+                extras.append(conversation.desirable if self.shape.labeled else conversation.margin)
                 about.append((file, number, in_loss[0] if len(in_loss) else NO_LOSS, len(in_loss)))
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         of_tokens = np.concatenate([np.zeros(0, np.float32), *weights])
         mask = of_tokens != 0
-        values = mask.astype(np.uint8), np.array(about, np.int64).reshape(-1, 4), np.array(labels, np.int32)
-        extra = dict(zip(self.EXTRA, values, strict=False))
+        about_each = np.array(about, np.int64).reshape(-1, 4)
+        last = np.array(extras, np.int32 if self.shape.labeled else np.float32)
+        extra = dict(zip(self.EXTRA, (mask.astype(np.uint8), about_each, last), strict=False))
         if (of_tokens[mask] != 1).any():
             extra[WEIGHTS] = np.where(mask, of_tokens, np.float32(1))
         joined = np.concatenate([np.zeros(0, self.dtype), *tokens])

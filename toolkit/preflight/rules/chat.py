@@ -56,7 +56,7 @@ def pairs_are_compared(run: PlannedRun) -> list[Problem]:
         return [run.problem("finetune.objective", rule, 'set it to "kto"', key)]
     rule = f"rows contain a rejected answer next to the chosen one ({key}), and both would be trained on"
     columns = '{completion = "chosen"}'
-    objectives = '"dpo" (or kto, cpo, simpo, orpo)'
+    objectives = '"dpo" (or kto, cpo, simpo, orpo, reward)'
     fix = f'set finetune.objective to {objectives}, or {key} to "prompt_completion" with columns = {columns}'
     return [run.problem("finetune.objective", rule, fix, key)]
 
@@ -74,6 +74,9 @@ def _unknown_column(run: PlannedRun, corpus: CorpusOptions) -> Problem | None:
             return None
         fix = f"set {corpus.column_key} instead, or {corpus.format_key} to the format of the conversations"
         return run.problem(corpus.columns_key, "plain text has one column, set by text_column", fix)
+    if corpus.format == PREFERENCE and "margin" in corpus.columns and run.config.finetune.objective != "reward":
+        rule = "only reward models use margins"
+        return run.problem(corpus.columns_key, rule, "remove margin", "finetune.objective")
     wrong = unknown_names(corpus.format, corpus.columns)
     return (
         run.problem(corpus.columns_key, wrong, "write one of these on the left, and your column on the right")

@@ -208,6 +208,8 @@ def pairs_are_read(run: PlannedRun) -> list[Problem]:
         return []
     if run.config.finetune.classification.num_labels:
         rule = "a classifier generates no answers to compare"
+        if run.config.finetune.objective == "reward":
+            rule = "a reward model has one score instead of classes"
         return [run.problem("finetune.objective", rule, 'set it to "sft"')]
     trained = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
     formats = (PREFERENCE, UNPAIRED) if run.config.finetune.unpaired else (PREFERENCE,)
