@@ -921,7 +921,10 @@ FINETUNED_MORE = [
     ),
     *(f"{mesh} kto whole" for mesh in ("shard2", "cp2", "tp2 tied", "pp2 1F1B")),
     "shard2 dpo ipo whole",
-    *(f"{mesh} reward" for mesh in ("shard2 accumulate3", "tp2 AC-full", "cp2", "pp2 1F1B", "replicate2 shard2")),
+    *(
+        f"{mesh} reward"
+        for mesh in ("shard2 accumulate3", "tp2 AC-full", "cp2", "pp2 1F1B", "replicate2 shard2")
+    ),
     "shard2 reward lora",
     "pp2 tp2 1F1B kto",
     "cp2 kto AC-full",

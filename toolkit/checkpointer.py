@@ -231,7 +231,7 @@ class Checkpointer:
         before, now = run.get("reference"), self._metadata.get("reference")
         if before and now and before != now:
             raise CheckpointError(
-                "the run of the checkpoint has another reference: its initial weights were not those of this run\n"
+                "the run of the checkpoint has another reference: it started from other initial weights\n"
                 "  fix:  set the same initial weights (checkpoint.initial_load_path, model.hf_assets_path, "
                 "finetune.adapter_path), or start in another job.dump_folder"
             )

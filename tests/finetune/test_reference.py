@@ -24,7 +24,12 @@ FORMATS = {"dpo": ("preference", write_pairs), "kto": ("unpaired_preference", wr
 
 
 def _config(
-    folder: Path, finetune: dict[str, Any], *, steps: int = 4, seed: int = 0, **checkpoint: Any
+    folder: Path,
+    finetune: dict[str, Any],
+    *,
+    steps: int = 4,
+    seed: int = 0,
+    samples: int = -1,
 ) -> Any:
     form, write = FORMATS[finetune["objective"]]
     rows = {"dataset_path": write(folder.parent / f"{form}.jsonl", 40)}
@@ -36,10 +41,17 @@ def _config(
         model={"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64},
         training={"steps": steps, "seq_len": 32, "global_batch_size": 4, "local_batch_size": 2, **EXACT}
         | rows,
-        validation={"enable": True, "freq": 2, "seq_len": 24, "local_batch_size": 2, **rows},
+        validation={
+            "enable": True,
+            "freq": 2,
+            "seq_len": 24,
+            "local_batch_size": 2,
+            "samples": samples,
+            **rows,
+        },
         optimizer={"lr": 1e-2},
         lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
-        checkpoint={"enable": True, "interval": 2, **checkpoint},
+        checkpoint={"enable": True, "interval": 2},
     )
 
 
@@ -58,6 +70,7 @@ def _both(folder: str, objective: str) -> tuple[list[dict[str, Any]], list[dict[
     options = LORA | {"objective": objective}
     again = _run(_config(Path(folder, objective, "in_steps"), options))
     Finetune.stores_reference = property(lambda self: True)  # type: ignore[method-assign,assignment]
+    _run(_config(Path(folder, objective, "few"), options, steps=1, samples=1))  # files have all rows
     return _run(_config(Path(folder, objective, "stored"), options)), again
 
 
@@ -97,7 +110,7 @@ def _damaged(folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         content[-1] ^= 1
         file.write_bytes(content)
     again = _run(_config(Path(folder, "again"), options, steps=2))
-    with pytest.raises(CheckpointError, match="another reference: its initial weights were not those"):
+    with pytest.raises(CheckpointError, match="another reference: it started from other"):
         _run(_config(Path(folder, "first"), options, seed=1))
     return first, again
 

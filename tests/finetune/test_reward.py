@@ -34,20 +34,25 @@ trl = pytest.importorskip("trl.trainer.reward_trainer")
 transformers = pytest.importorskip("transformers")
 
 
-def _config(folder: Path, **tables: Any) -> Any:
-    rows = {name: write_margins(folder.parent / f"{name}.jsonl", n) for name, n in (("train", 60), ("held", 18))}
+def _config(folder: Path) -> Any:
+    rows = {
+        name: write_margins(folder.parent / f"{name}.jsonl", n) for name, n in (("train", 60), ("held", 18))
+    }
     return small_config(
         folder,
         data={"format": "preference", "chat_template": PAIR_TEMPLATE},
-        finetune={"objective": "reward"} | tables.pop("finetune", {}),
+        finetune={"objective": "reward"},
         model={"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64},
-        training={"steps": 8, "seq_len": 64, "global_batch_size": 4, "local_batch_size": 2, "dtype": "float32",
-                  "mixed_precision_param": "float32", "dataset_path": rows["train"]},
-        validation={"enable": True, "freq": 4, "seq_len": 64, "local_batch_size": 2, "dataset_path": rows["held"]},
+        training={
+            "steps": 8, "seq_len": 64, "global_batch_size": 4, "local_batch_size": 2, "dtype": "float32",
+            "mixed_precision_param": "float32", "dataset_path": rows["train"],
+        },
+        validation={
+            "enable": True, "freq": 4, "seq_len": 64, "local_batch_size": 2, "dataset_path": rows["held"],
+        },
         optimizer={"lr": 1e-2},
         lr_scheduler={"warmup_steps": 0, "decay_type": "constant"},
         checkpoint={"enable": True, "interval": 4, "last_save_in_hf": True, "export_dtype": "float32"},
-        **tables,
     )  # fmt: skip
 
 
@@ -64,7 +69,9 @@ def _examples(cache: TokenCache) -> list[dict[str, Any]]:
     ]
 
 
-def _by_trl(model: Any, cache: TokenCache, coefficient: float | None = None) -> tuple[Tensor, dict[str, float]]:
+def _by_trl(
+    model: Any, cache: TokenCache, coefficient: float | None = None
+) -> tuple[Tensor, dict[str, float]]:
     """Return trl's loss of all pairs of a corpus, and what it logs."""
     metrics: Any = defaultdict(lambda: defaultdict(list))
     accelerator = SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x)
@@ -129,21 +136,20 @@ def test_the_loss_is_that_of_trl(cache: TokenCache, packing: bool, coefficient: 
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
-def _runs(folder: str) -> dict[str, Any]:
-    found = {}
-    for name, finetune in {"whole": {}, "lora": {"adapter": "lora", "merge_on_export": False}}.items():
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer = small_trainer(_config(Path(folder, name), finetune=finetune))
-            trainer.train()
-        found[name] = trainer.history
-    return found
+def _run(folder: str) -> list[dict[str, Any]]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = small_trainer(_config(Path(folder)))
+        trainer.train()
+    return trainer.history
 
 
 def test_an_exported_model_has_the_validation_of_the_run(tmp_path: Path) -> None:
-    history = run_world(_runs, 1, str(tmp_path))[0]["whole"]
-    held = open_data(_config(tmp_path / "whole"), progress=False).caches["validation"]
-    folder = tmp_path / "whole/hf/step-8"
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    history = run_world(_run, 1, str(tmp_path / "run"))[0]
+    held = open_data(_config(tmp_path / "run"), progress=False).caches["validation"]
+    folder = tmp_path / "run/hf/step-8"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     assert model.config.num_labels == 1
     with torch.no_grad():
         loss, logged = _by_trl(model, held)

@@ -212,6 +212,12 @@ CASES: list[Bad] = [
         prepare=write("a.jsonl", json.dumps({"text": "a", "label": 1})),
     ),
     bad(
+        "pairs_are_read",
+        f"data.train_on=last_assistant finetune.objective=reward {PAIRS}",
+        "scores whole conversations",
+        prepare=_PAIR,
+    ),
+    bad(
         "classifier_has_no_vocabulary_head",
         f"model.tie_embeddings=true finetune.objective=reward {PAIRS}",
         "a classifier or reward model has no head to tie",

@@ -158,7 +158,8 @@ class CorpusOptions(NamedTuple):
             return None
         from toolkit.data.chat.shapes import Shape
 
-        data = _PAIR_DATA.get(self.objective, "") if self.format == PREFERENCE else ""
+        paired = self.format == PREFERENCE
+        data: Literal["", "labels", "margins"] = _PAIR_DATA.get(self.objective, "") if paired else ""
         return Shape(self.format, tuple(self.columns.items()), data)
 
     def arguments(self) -> dict[str, Any]:

@@ -173,7 +173,9 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
     lost = lengths[kept] - rows.predicted - rows.places
     learnt = int(corpus.conversations[kept, IN_LOSS].sum()) if rows.predicted else len(kept)
     for index, n in zip(kept[lost > 0], rows.places[lost > 0], strict=True):
-        learnt -= rows.predicted * int(corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum())
+        learnt -= rows.predicted * int(
+            corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum()
+        )
     return Statistics(
         lengths=lengths,
         dropped=len(lengths) - len(kept),

@@ -187,9 +187,9 @@ class Loader:
         size = self._sampler.local_batch_size
         shape = BatchShape(size * dp_size, size, 1)
         each: Order = lambda samples: samples  # noqa: E731
-        n = self._sampler.n
-        for indices in MicroBatches(n, each, shape, dp_rank=dp_rank, dp_size=dp_size, infinite=False):
-            yield self._data.dataset[indices]
+        rows = self._data.dataset
+        for indices in MicroBatches(len(rows), each, shape, dp_rank=dp_rank, dp_size=dp_size, infinite=False):
+            yield rows[indices]
 
     def conversations(self) -> Iterator[str]:
         """Describe how the conversations or labeled texts of each corpus fill its rows."""

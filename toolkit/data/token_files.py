@@ -28,9 +28,9 @@ class TokenCache:
     float32 of these tokens, if any is not 1; ``conversations`` (n_documents, 4) int64, see
     :mod:`toolkit.data.chat.empty_masks`; and ``files``, the paths at the time of tokenization. If ``paired``,
     each even-numbered conversation is chosen over the next one. Labeled texts have ``labels`` (n_documents,)
-    int32, and so have unpaired preferences: 1 for desirable answers. Pairs for a reward model have ``margins``
-    (n_documents,) float32. ``remarks`` maps notes for the user to
-    numbers of documents. Pickled as the folder's path."""
+    int32, and so have unpaired preferences: 1 for desirable answers. Pairs for a reward model have
+    ``margins`` (n_documents,) float32. ``remarks`` maps notes for the user to numbers of documents. Pickled
+    as the folder's path."""
 
     folder: Path
     fingerprint: str

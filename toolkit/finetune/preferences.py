@@ -3,8 +3,10 @@ rejected one.
 
 DPO and KTO do so relative to a reference. If it is the model without its adapter, it runs first, without
 gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the answer's
-probabilities. Otherwise the sums of the reference are read (:mod:`toolkit.finetune.reference`). The other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n
-is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers with a label.
+probabilities. Otherwise the sums of the reference are read (:mod:`toolkit.finetune.reference`). CPO, SimPO
+and ORPO have no reference: the sums are log-probabilities. Reward models score answers. A pair is two
+documents of a row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers
+with a label.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """

@@ -136,7 +136,8 @@ class StoredReference:
 def _identity(config: Config, args: ModelArgs) -> str:
     """Return a hash of what the initial weights depend on."""
     base, options = base_of(config, asdict(args)), config.finetune
-    parts: list[Any] = [base["fingerprint"], base["quantized"], config.model.additional_special_tokens]
+    parts: list[Any] = [asdict(args), base["fingerprint"], base["quantized"]]
+    parts.append(config.model.additional_special_tokens)
     if options.adds or config.checkpoint.exclude_from_loading:  # some are drawn from the seed
         adapter = options.model_dump(include={"adapter", options.adapter})
         parts += [config.debug.seed or 0, config.checkpoint.exclude_from_loading, adapter]

@@ -74,7 +74,11 @@ def _unknown_column(run: PlannedRun, corpus: CorpusOptions) -> Problem | None:
             return None
         fix = f"set {corpus.column_key} instead, or {corpus.format_key} to the format of the conversations"
         return run.problem(corpus.columns_key, "plain text has one column, set by text_column", fix)
-    if corpus.format == PREFERENCE and "margin" in corpus.columns and run.config.finetune.objective != "reward":
+    if (
+        corpus.format == PREFERENCE
+        and "margin" in corpus.columns
+        and run.config.finetune.objective != "reward"
+    ):
         rule = "only reward models use margins"
         return run.problem(corpus.columns_key, rule, "remove margin", "finetune.objective")
     wrong = unknown_names(corpus.format, corpus.columns)

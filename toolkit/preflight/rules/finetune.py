@@ -225,6 +225,14 @@ def pairs_are_read(run: PlannedRun) -> list[Problem]:
     if run.config.data.train_on == "all":
         rule = "the objective compares the answers of a pair, not their common prompt"
         problems.append(run.problem("data.train_on", rule, 'set it to "assistant" or "last_assistant"'))
+    if run.config.finetune.objective == "reward":
+        rule = "a reward model scores whole conversations, and trains on no single tokens"
+        unused = {"train_on": "last_assistant", "mask_empty_thinking": True}
+        problems += [
+            run.problem(f"data.{name}", rule, "remove it", objective)
+            for name, value in unused.items()
+            if getattr(run.config.data, name) == value
+        ]
     return problems
 
 
