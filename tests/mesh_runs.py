@@ -56,7 +56,8 @@ Result = dict[str, Any]
 def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = None) -> Config:
     """The config of a layout that keeps its files in ``folder``, with other ``sizes`` than the table's."""
     folder = Path(folder)
-    special = dict.fromkeys(("dpo", "cpo", "simpo", "orpo"), write_pairs) | {"weighted": write_weighted}
+    special = dict.fromkeys(("dpo", "cpo", "simpo", "orpo"), write_pairs)
+    special |= {"kto": write_labeled, "reward": write_margins, "weighted": write_weighted}
     write = next((special[word] for word in layout.split() if word in special), write_documents)
     data = {
         "training.dataset_path": write(folder / f"{write.__name__}.jsonl", 400),
@@ -73,6 +74,8 @@ def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = N
         **data,
         **meshes.settings(layout, sizes or {}),
     }
+    if "whole" in layout.split():  # each layout computes its reference
+        values["data.cache_folder"] = str(folder / "caches" / layout.replace(" ", "_"))
     degrees = meshes.degrees(layout)
     dp = degrees.get("replicate", 1) * degrees.get("shard", 1)
     local = meshes.SAMPLES // (dp * meshes.accumulation(layout))
@@ -95,6 +98,28 @@ def write_pairs(file: Path, count: int) -> str:
 
         rows = [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)]
         file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def write_margins(file: Path, count: int) -> str:
+    """The same pairs, of which some have margins."""
+    if not file.exists():
+        pairs = Path(write_pairs(file.with_name(f"of-{file.name}"), count)).read_text().splitlines()
+        margins = [{}, {"margin": 0.5}, {"margin": 2}, {"margin": None}]
+        rows = [json.loads(pair) | margins[number % 4] for number, pair in enumerate(pairs)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def write_labeled(file: Path, count: int) -> str:
+    """The same answers one by one, of which every third is undesirable."""
+    if not file.exists():
+        pairs = Path(write_pairs(file.with_name(f"of-{file.name}"), count)).read_text().splitlines()
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 3 != 1}
+            for number, row in enumerate(map(json.loads, pairs))
+        ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 

@@ -217,7 +217,21 @@ WORDS: dict[str, Settings] = {
         "data.format": "preference",
         "data.chat_template": PAIR_TEMPLATE,
     },
-    # All parameters are trained: there is no reference.
+    "kto": {
+        **_adapter("lora", **_ALL_LINEAR),
+        "finetune.objective": "kto",
+        "finetune.kto.desirable_weight": 1.3,
+        "data.format": "unpaired_preference",
+        "data.chat_template": PAIR_TEMPLATE,
+    },
+    "reward": {
+        "finetune.objective": "reward",
+        "finetune.reward.center_rewards_coefficient": 0.02,
+        "data.format": "preference",
+        "data.chat_template": PAIR_TEMPLATE,
+    },
+    # All parameters are trained: the reference is stored, or there is none.
+    "whole": {"finetune.adapter": "none"},
     **{
         name: {
             "finetune.objective": name,
@@ -249,6 +263,8 @@ WORDS: dict[str, Settings] = {
 
 FINETUNED = (
     "dpo",
+    "kto",
+    "reward",
     "cpo",
     "simpo",
     "orpo",
@@ -272,6 +288,7 @@ CURVES = (
     *FINETUNED,
     *FLOAT8,
     "ipo",
+    "whole",
     "biases-only",
     "adamw-8bit",
     "muon",
@@ -910,6 +927,9 @@ FINETUNED_FAST = [
     "pp2 tp2 1F1B dpo",
     "shard2 simpo accumulate3",
     "cp2 orpo tied",
+    "shard2 kto accumulate3",
+    "pp2 tp2 1F1B kto whole",
+    "cp2 tp2 reward",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
@@ -951,6 +971,23 @@ FINETUNED_MORE = [
     "pp2 tp2 Interleaved1F1B classification",
     "shard2 tp2 freeze-last",
     "tp2 dpo",
+    "tp2 kto",
+    *(
+        f"{mesh} dpo whole"
+        for mesh in ("shard2 accumulate3", "cp2", "tp2 tied", "pp2 1F1B", "replicate2 shard2")
+    ),
+    *(f"{mesh} kto whole" for mesh in ("shard2", "cp2", "tp2 tied", "pp2 1F1B")),
+    "shard2 dpo ipo whole",
+    *(
+        f"{mesh} reward"
+        for mesh in ("shard2 accumulate3", "tp2 AC-full", "cp2", "pp2 1F1B", "replicate2 shard2")
+    ),
+    "shard2 reward lora",
+    "pp2 tp2 1F1B kto",
+    "cp2 kto AC-full",
+    "replicate2 shard2 kto HYBRID_SHARD",
+    "pp2 1F1B kto",
+    "shard2 ep2 moe kto",
     "replicate2 shard2 dora",
     "replicate2 shard2 class-lora",
     "tp2 dora",

@@ -113,8 +113,9 @@ class Checkpointer:
 
     # Loading
 
-    def restore(self) -> None:
-        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint."""
+    def restore(self, on_initial: Callable[[], object] | None = None) -> None:
+        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint.
+        ``on_initial`` is called with the initial weights, which a resumed run then loads, too."""
         options = self._options
         if not options.load_only:
             self.manager.remove_leftovers(exports=self.exporter.folder)
@@ -129,22 +130,29 @@ class Checkpointer:
         step = self.manager.latest() if options.load_step == -1 else options.load_step
         if self._config.finetune.adds:
             self._load_base()
-            if step is not None:
-                self._resume(step)
-            elif self._config.finetune.adapter_path is not None:
-                self._load_adapter(self._config.finetune.adapter_path)
-        elif step is not None:
+        if step is None or on_initial:
+            self._load_initial(model_only=step is not None)
+        if on_initial:
+            on_initial()
+        if step is not None:
             self._resume(step)
+        self._begin_average()
+        self._first_step = self._state.step
+
+    def _load_initial(self, *, model_only: bool) -> None:
+        """Load the configured initial weights or checkpoint, with an adapter only the initial adapter."""
+        options = self._options
+        if self._config.finetune.adds:
+            if self._config.finetune.adapter_path is not None:
+                self._load_adapter(self._config.finetune.adapter_path)
         elif folder := pretrained_folder(self._config):
             self._load_hugging_face(folder)
         elif options.initial_load_path and not options.initial_load_in_hf:
             source = expand_user(options.initial_load_path)
-            if options.initial_load_model_only:
+            if options.initial_load_model_only or model_only:
                 self._load(source, without=options.exclude_from_loading, model_only=True)
             else:
                 self._resume(source)
-        self._begin_average()
-        self._first_step = self._state.step
 
     def _load_base(self) -> None:
         """Load the frozen base model of an adapter and record its identity."""
@@ -229,6 +237,13 @@ class Checkpointer:
             from toolkit.finetune.base import check_same_base
 
             check_same_base(run.get("base"), self._base)
+        before, now = run.get("reference"), self._metadata.get("reference")
+        if before and now and before != now:
+            raise CheckpointError(
+                "the run of the checkpoint has another reference: it started from other initial weights\n"
+                "  fix:  set the same initial weights (checkpoint.initial_load_path, model.hf_assets_path, "
+                "finetune.adapter_path), or start in another job.dump_folder"
+            )
         if "train_state" not in excluded:
             state.step = manifest["step"]
             state.tokens = run.get("tokens", 0)

@@ -21,6 +21,7 @@ from toolkit.data.batch_size import batch_shape
 from toolkit.data.build_loader import training_loader
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
+from toolkit.distributed.agreement import Ranks
 from toolkit.distributed.garbage_collection import GarbageCollection
 from toolkit.distributed.seeds import seed_step, set_deterministic
 from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_REQUEUE, ConfigError, OutOfMemory, TrainingError
@@ -86,10 +87,13 @@ class Trainer:
             self.train_state.best_of = self.validation.loader.identity
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.checkpointer: Checkpointer | None = None
+        compute = self._prepare_reference(timer)
         if config.checkpoint.enable:
             with timer("checkpoint"):
                 self.checkpointer = self._checkpointer()
-                self.checkpointer.restore()
+                self.checkpointer.restore(compute)
+        elif compute:
+            compute()
         self.total_steps = self.count_steps()
         if config.training.epochs and is_registered(config.lr_scheduler):
             self._check_rates()
@@ -169,6 +173,28 @@ class Trainer:
 
         return CompileClock().take
 
+    def _prepare_reference(self, timer: StartupTimer) -> Callable[[], None] | None:
+        """Give the objective its stored reference, or return how to compute it with the initial weights."""
+        self._reference: dict[str, str] = {}
+        if not self.config.finetune.stores_reference:
+            return None
+        from toolkit.finetune.reference import StoredReference
+
+        stored = StoredReference(
+            self.config, self.args, self.model_parts,
+            [self.loader, *([self.validation.loader] if self.validation else [])],
+            device=self.device, ranks=Ranks(self.file_group),
+        )  # fmt: skip
+        self._reference = {"reference": stored.identity}
+        if stored.read():
+            return None
+
+        def compute() -> None:
+            with timer("reference"):
+                stored.compute(dp_rank=self.mesh.dp_rank, dp_size=self.mesh.dp_size)
+
+        return compute
+
     def _checkpointer(self) -> Checkpointer:
         from toolkit.checkpointer import Checkpointer, run_metadata
 
@@ -177,7 +203,8 @@ class Trainer:
             position=self.loader, state=self.train_state, group=self.file_group,
             metadata=run_metadata(
                 self.config, self.args, mesh=str(self.mesh), data_parallel=self.mesh.dp_size, batch=self.batch
-            ),
+            )
+            | self._reference,
         )  # fmt: skip
 
     def count_steps(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -81,9 +81,10 @@ class Validator:
 
     def _scores(self) -> dict[str, float]:
         """Return a classifier's scores since the last call."""
-        if not (classifier := self._model_parts.models[0].args.classifier):
+        classifier = self._model_parts.models[0].args.classifier
+        if classifier is None or (classes := len(classifier.labels)) == 1:
             return {}
-        return classifier_scores(self._model_parts, classes=len(classifier.labels), device=self._device)
+        return classifier_scores(self._model_parts, classes=classes, device=self._device)
 
     def initial_losses(self, state: TrainState) -> dict[str, float]:
         """Return the losses before the first step that were measured on the same samples."""
@@ -119,12 +120,17 @@ def validate(
     names = ("loss", *objective.names)
     rows = []
     stops = torch.zeros((), device=device)
-    for batch in islice(batches, limit):
-        stops.fill_(stop())
-        dist.all_reduce(stops)
-        if stops:
-            break
-        batch = model_parts.prepare(batch, device)
+
+    def prepared() -> Iterator[MicroBatch]:
+        for batch in islice(batches, limit):
+            stops.fill_(stop())
+            dist.all_reduce(stops)
+            if stops:
+                return
+            yield model_parts.prepare(batch, device)
+
+    model_parts.measure(prepared())
+    for batch in prepared():
         count = objective.count([batch]) * model_parts.is_loss_rank
         rows.append(torch.cat([count.double()[None], model_parts.loss(batch)]))
     sums = torch.stack([torch.zeros(1 + len(names), dtype=torch.float64, device=device), *rows])

@@ -34,7 +34,7 @@ from tests.data.test_choose_format import LLAMA2_TEMPLATE
 from toolkit.config.training import ConversationFormat
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder, token_weights
-from toolkit.data.chat.shapes import FORMATS, PREFERENCE, Conversation, Shape
+from toolkit.data.chat.shapes import FORMATS, PREFERENCE, UNPAIRED, Conversation, Shape
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED, DataError
@@ -500,7 +500,7 @@ def test_what_a_format_has_no_place_for_is_told_with_place_and_fix(llama2: Token
 
 
 def test_the_configuration_has_every_shape() -> None:
-    assert typing.get_args(ConversationFormat) == (*FORMATS, PREFERENCE)
+    assert typing.get_args(ConversationFormat) == (*FORMATS, PREFERENCE, UNPAIRED)
 
 
 def test_an_answer_of_no_conversation_is_no_loss() -> None:

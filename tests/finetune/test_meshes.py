@@ -74,7 +74,7 @@ def test_what_is_trained_moves_and_the_rest_does_not(
     initial, final = dict(run["initial"]), dict(run["final"])
     moved = {name for name in initial if not torch.equal(initial[name], final[name])}
     assert moved == {name for name, _ in run["gradients"]}
-    whole = word.split()[1] in ("classification", "cpo", "simpo", "orpo")
+    whole = word.split()[1] in ("classification", "cpo", "simpo", "orpo", "reward") or "whole" in word
     assert (moved == initial.keys()) == whole
     if any(it in word for it in ("lora", "dora", "prefix", "adapter")):
         others = {"tok_embeddings.weight", *(["output.weight"] if "class" in word else [])}

@@ -23,6 +23,7 @@ from toolkit.data.build import open_data, run_tokenizer
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.conversation_rows import ConversationRows, statistics
 from toolkit.data.token_files import TokenCache
+from toolkit.data.unpaired_rows import UnpairedRows, conversation_rows
 from toolkit.errors import DataError
 from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.preferences import dpo_losses, preference_objective, without_adapter
@@ -61,8 +62,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
     return _cache(tmp_path_factory.mktemp("pairs"), _pairs(40))
 
 
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 3 > 0}
+        for number, row in enumerate(_pairs(40))
+    ]
+    return _cache(
+        tmp_path_factory.mktemp("labeled"),
+        rows,
+        "--finetune.objective=kto",
+        "--data.format=unpaired_preference",
+    )
+
+
 def _batch(cache: TokenCache, *, packing: bool) -> dict[str, Tensor | None]:
-    rows = ConversationRows(cache, SEQ_LEN, packing=packing)
+    rows = conversation_rows(cache, SEQ_LEN, packing=packing)
     samples = [rows.sample(k) for k in range(len(rows))]
     return {name: torch.from_numpy(np.stack([it[name] for it in samples])) for name in samples[0]}
 
@@ -160,6 +175,52 @@ def test_a_pair_goes_where_one_of_it_has_nothing_to_learn(tmp_path: Path) -> Non
     assert sorted(ConversationRows(cache, SEQ_LEN, packing=True).conversations) == [0, 1, 2, 3]
 
 
+def test_a_label_is_read_and_a_prompt_has_the_answer_before_it_beside_it(labeled: TokenCache) -> None:
+    assert labeled.labels is not None and not labeled.paired
+    assert labeled.labels.tolist() == [number % 3 > 0 for number in range(40)]
+    rows = conversation_rows(labeled, SEQ_LEN, packing=True)
+    assert isinstance(rows, UnpairedRows) and len(rows) < 20
+    assert "26 desirable" in str(statistics(labeled, rows))
+    examples = list(_examples(labeled))
+    for k in range(len(rows)):
+        row = rows.sample(k)
+        there = rows.conversations[rows.starts[k] : rows.starts[k + 1]]
+        for number, index in enumerate(there):
+            assert row["desirable"][number] == labeled.labels[index]
+            here = row["mismatched_documents"] == number
+            prompt, answer = examples[index]["prompt_ids"], examples[index - 1]["completion_ids"]
+            assert row["mismatched_tokens"][here].tolist() == [*prompt, *answer][:-1]
+            learnt = row["mismatched_labels"][here]
+            assert learnt[learnt >= 0].tolist() == answer
+
+
+def test_answers_of_pairs_are_labeled_and_get_those_of_the_pair_before(tmp_path: Path) -> None:
+    cache = _cache(tmp_path, _pairs(5), "--finetune.objective=kto")
+    assert cache.labels is not None and not cache.paired
+    assert cache.labels.tolist() == [1, 0] * 5
+    rows = conversation_rows(cache, SEQ_LEN, packing=False)
+    assert isinstance(rows, UnpairedRows)
+    assert rows.others.tolist() == [(number - 2) % 10 for number in range(10)]
+
+
+@pytest.mark.parametrize("seq_len", [20, 30, 60])
+def test_long_answers_are_cut_and_keep_a_token_in_the_loss(labeled: TokenCache, seq_len: int) -> None:
+    rows = conversation_rows(labeled, seq_len, packing=True)
+    for row in map(rows.sample, range(len(rows))):
+        for prefix in ("", "mismatched_"):
+            documents, labels = row[f"{prefix}documents"], row[f"{prefix}labels"]
+            count = documents.max() + 1
+            assert all((labels[documents == number] >= 0).any() for number in range(count))
+        assert row["documents"].max() == row["mismatched_documents"].max()
+
+
+@pytest.mark.parametrize("label", [1, "true", None])
+def test_a_label_is_true_or_false(tmp_path: Path, label: Any) -> None:
+    row = {"prompt": "a", "completion": "b", "label": label}
+    with pytest.raises(DataError, match=r"line 1: column 'label' contains .*\n  fix:  write true"):
+        _cache(tmp_path, [row], "--finetune.objective=kto", "--data.format=unpaired_preference")
+
+
 # --- the loss --------------------------------------------------------------------------------------
 
 
@@ -193,7 +254,11 @@ def _loss(
     compared = preference_objective(table, None)
     assert model.output is not None
     model.output.reduction = compared.reduction
-    batch = compared.with_reference(compared.prepare(batch), [model], forward)
+    batch = compared.prepare(batch)
+    if compared.measures:
+        with torch.no_grad():
+            compared.measured = compared.measure(batch, [model], forward)
+    batch = compared.with_reference(batch, [model], forward)
     loss, sums = compared(forward(batch), batch)
     count = compared.count([batch])
     return loss / count, dict(zip(compared.names, (sums[1:] / count).tolist(), strict=True))
@@ -201,6 +266,16 @@ def _loss(
 
 def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [it for it in model.parameters() if it.requires_grad]))
+
+
+def test_packed_answers_are_those_that_are_not(labeled: TokenCache) -> None:
+    model = _model(labeled, torch.float64)
+    (packed, told), (padded, also) = (
+        _loss(model, _batch(labeled, packing=it), "kto") for it in (True, False)
+    )
+    assert packed.item() == pytest.approx(padded.item(), rel=1e-12)
+    assert told == pytest.approx(also, rel=1e-9)
+    torch.testing.assert_close(_gradients(model, packed), _gradients(model, padded), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +329,10 @@ class _AsHuggingFace(nn.Module):
 
 
 def _examples(cache: TokenCache) -> Iterator[dict[str, list[int]]]:
-    for number in range(0, cache.n_documents, 2):
+    names = ("chosen_ids", "rejected_ids") if cache.paired else ("completion_ids",)
+    for number in range(0, cache.n_documents, len(names)):
         example = {}
-        for index, name in ((number, "chosen_ids"), (number + 1, "rejected_ids")):
+        for index, name in enumerate(names, number):
             here = slice(cache.offsets[index], cache.offsets[index + 1])
             ids, first = cache.tokens[here].tolist(), int(cache.mask[here].argmax())
             assert cache.mask[here][first:].all()
@@ -270,16 +346,9 @@ def test_the_loss_is_that_of_trl(cache: TokenCache, loss_type: str) -> None:
     from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 
     model = _model(cache, torch.float32)
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
-    )
-    metrics: Any = defaultdict(lambda: defaultdict(list))
-    trainer: Any = SimpleNamespace(
-        model=_AsHuggingFace(model, adapter=True), ref_model=_AsHuggingFace(model, adapter=False),
-        accelerator=accelerator, args=SimpleNamespace(gradient_checkpointing_kwargs=None), beta=0.3,
-        loss_types=[loss_type], loss_weights=[1.0], label_smoothing=0.0, f_divergence_type="reverse_kl",
-        ld_alpha=None, aux_loss_enabled=False, precompute_ref_logps=False, use_weighting=False,
-        _metrics=metrics, _total_train_tokens=0, _tp_size=1,
+    trainer, metrics = _spied(
+        model, beta=0.3, loss_types=[loss_type], loss_weights=[1.0], label_smoothing=0.0,
+        f_divergence_type="reverse_kl", ld_alpha=None, use_weighting=False,
     )  # fmt: skip
     inputs = DataCollatorForPreference(pad_token_id=0)(list(_examples(cache)))
     expected = DPOTrainer._compute_loss(trainer, trainer.model, inputs, False)
@@ -288,6 +357,62 @@ def test_the_loss_is_that_of_trl(cache: TokenCache, loss_type: str) -> None:
     assert told == pytest.approx({name: metrics["train"][name][0] for name in told}, rel=1e-4)
     for mine, theirs in zip(_gradients(model, found), _gradients(model, expected), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * theirs.abs().max().item())
+
+
+def _spied(model: Decoder, **options: Any) -> tuple[Any, Any]:
+    """A stand-in for trl's trainers with a reference, and the metrics that it logs."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
+    )
+    metrics: Any = defaultdict(lambda: defaultdict(list))
+    return SimpleNamespace(
+        model=_AsHuggingFace(model, adapter=True), ref_model=_AsHuggingFace(model, adapter=False),
+        accelerator=accelerator, args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        aux_loss_enabled=False, precompute_ref_logps=False, _metrics=metrics, _total_train_tokens=0,
+        _tp_size=1, **options,
+    ), metrics  # fmt: skip
+
+
+def _learn(model: Decoder, batch: dict[str, Tensor | None]) -> None:
+    """Make all answers likelier than they are to the reference, so that their divergence is positive."""
+    trained = [it for it in model.parameters() if it.requires_grad]
+    tokens, *others = (batch[name] for name in ("tokens", "positions", "documents", "labels"))
+    optimizer = torch.optim.AdamW(trained, lr=0.02)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(
+            tokens, **dict(zip(("positions", "documents", "labels"), others, strict=True))
+        ).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.7)])
+def test_ktos_loss_is_that_of_trl(labeled: TokenCache, weights: tuple[float, float]) -> None:
+    """The batch is the whole corpus, over which both move the answers by one."""
+    pytest.importorskip("trl")
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
+
+    assert labeled.labels is not None
+    model = _model(labeled, torch.float64)
+    _learn(model, _batch(labeled, packing=True))
+    trainer, metrics = _spied(
+        model, beta=0.3, loss_type="kto", calculate_KL=True, desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+    )  # fmt: skip
+    trainer._compute_kl_logps = lambda *it: KTOTrainer._compute_kl_logps(trainer, *it)
+    examples: list[Any] = list(_examples(labeled))
+    answers = [example["completion_ids"] for example in examples]
+    for number, example in enumerate(examples):
+        example |= {"KL_completion_ids": answers[number - 1], "label": bool(labeled.labels[number])}
+    inputs = DataCollatorForUnpairedPreference(pad_token_id=0)(examples)
+    expected = KTOTrainer._compute_loss(trainer, trainer.model, inputs, False)
+    options = {"beta": 0.3, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
+    found, told = _loss(model, _batch(labeled, packing=True), "kto", **options)
+    assert metrics["train"]["kl"][0] > 0.1, "else clamped"
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert told == pytest.approx({name: metrics["train"][name][0] for name in told}, rel=1e-9)
+    for mine, theirs in zip(_gradients(model, found), _gradients(model, expected), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8 * theirs.abs().max().item())
 
 
 class _OfLogits(nn.Module):

@@ -33,6 +33,7 @@ FILE = "training.dataset_path=a.jsonl data.chat_template=llama3"
 PAIRS = f"training.format=preference {FILE}"
 DPO = f"finetune.objective=dpo {LORA}"
 _PAIR = write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
+_LABELED = write("a.jsonl", json.dumps({"prompt": "a", "completion": "b", "label": True}))
 CASES: list[Bad] = [
     bad(
         "noise_has_lengths",
@@ -182,27 +183,6 @@ CASES: list[Bad] = [
         prepare=lambda folder: _peft(folder, r=2),
     ),
     bad(
-        "dpo_has_a_reference",
-        f"finetune.objective=dpo {PAIRS}",
-        "the model without its adapter",
-        "lora",
-        prepare=_PAIR,
-    ),
-    bad(
-        "dpo_has_a_reference",
-        f"finetune.trainable=*norm.weight {DPO} {PAIRS}",
-        "no longer be the reference",
-        prepare=_PAIR,
-    ),
-    bad(
-        "dpo_has_a_reference",
-        f"finetune.adapter_path=peft checkpoint.enable {DPO} {PAIRS}",
-        "would not contain this adapter",
-        "merge",
-        also="adapter_path_fits",
-        prepare=_PAIR,
-    ),
-    bad(
         "pairs_are_read",
         "finetune.objective=orpo finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
         "a classifier generates no answers",
@@ -222,6 +202,53 @@ CASES: list[Bad] = [
         prepare=_PAIR,
     ),
     bad("pairs_are_read", f"data.train_on=all {DPO} {PAIRS}", "their common prompt", prepare=_PAIR),
+    bad(
+        "pairs_are_read",
+        f"training.format=unpaired_preference {DPO} {FILE}",
+        "rows with two answers",
+        prepare=_LABELED,
+    ),
+    bad(
+        "pairs_are_read", f"finetune.objective=kto {LORA}", 'one answer and its label ("unpaired_preference")'
+    ),
+    bad(
+        "pairs_are_read",
+        "finetune.objective=reward finetune.classification.num_labels=2 training.dataset_path=a.jsonl",
+        "one score instead of classes",
+        prepare=write("a.jsonl", json.dumps({"text": "a", "label": 1})),
+    ),
+    bad(
+        "pairs_are_read",
+        f"data.train_on=last_assistant finetune.objective=reward {PAIRS}",
+        "scores whole conversations",
+        prepare=_PAIR,
+    ),
+    bad(
+        "classifier_has_no_vocabulary_head",
+        f"model.tie_embeddings=true finetune.objective=reward {PAIRS}",
+        "a classifier or reward model has no head to tie",
+        prepare=_PAIR,
+    ),
+    bad(
+        "classifier_has_a_class",
+        f"finetune.objective=reward model.name=llama4 {PAIRS}",
+        "transformers has no",
+        "use another model",
+        prepare=_PAIR,
+    ),
+    bad(
+        "columns_known",
+        f"data.columns=margin=gap finetune.objective=simpo {PAIRS}",
+        "only reward models use margins",
+        prepare=write("a.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "gap": 1})),
+    ),
+    bad(
+        "pairs_are_compared",
+        f"training.format=unpaired_preference {FILE}",
+        "may contain undesirable answers",
+        '"kto"',
+        prepare=_LABELED,
+    ),
     bad(
         "pairs_are_compared",
         f"finetune.objective=sft {PAIRS}",

@@ -83,11 +83,12 @@ def prepare(config: Config, processes: int, *, verify: bool) -> None:
             flush=True,
         )
         if cache.mask is not None:
-            from toolkit.data.conversation_rows import ConversationRows, statistics
+            from toolkit.data.conversation_rows import statistics
+            from toolkit.data.unpaired_rows import conversation_rows
 
             of = config.validation if table == "validation" else config.training
             print(
-                statistics(cache, ConversationRows(cache, of.seq_len, packing=config.data.packing)),
+                statistics(cache, conversation_rows(cache, of.seq_len, packing=config.data.packing)),
                 flush=True,
             )
         start = time.monotonic()

@@ -69,8 +69,7 @@ def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -
         masked = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": True})})
         pairs = zip(rows, _rows(_loader(masked, data, validation)), strict=True)
         rows = ({**row, "documents": own["documents"], "own_labels": own["labels"]} for row, own in pairs)
-    labels = config.finetune.classification
-    classes = labels.names if labels.num_labels else ()
+    classes = config.finetune.classes
     shown = (row for row in rows if (row["labels"] != IGNORED_LABEL).any())  # the rest pads the batch
     for number, row in enumerate(islice(shown, n)):
         yield _sample(number, row, tokenizer, classes)

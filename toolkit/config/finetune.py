@@ -107,6 +107,25 @@ class DPO(Table):
     """Assumed fraction of pairs with flipped preference (conservative DPO), for loss_type sigmoid."""
 
 
+class KTO(Table):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the penalty for deviating from the reference model."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of the losses of desirable answers, to balance unequal numbers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of the losses of undesirable answers."""
+
+
+class Reward(Table):
+    """Reward models: the probability that an answer is preferred (Bradley, Terry 1952), by one score each."""
+
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv:2312.09244); 0.01 is
+    common."""
+
+
 class CPO(Table):
     """Contrastive preference optimization (Xu et al. 2024, arXiv:2401.08417)."""
 
@@ -150,10 +169,10 @@ class Finetune(Table):
     merge_on_export: Annotated[bool, _WITH_ADAPTER] = False
     """Merge LoRA updates into the model that checkpoint.last_save_in_hf and hf_export_interval export,
     instead of exporting a PEFT folder."""
-    objective: Literal["sft", "dpo", "cpo", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "kto", "cpo", "simpo", "orpo", "reward"] = "sft"
     """sft: next-token prediction. The others prefer chosen over rejected answers, on data of format
-    preference: dpo relative to the model without its adapter; cpo, simpo and orpo without a reference, so
-    that the whole model can be trained too."""
+    preference: dpo and kto relative to the initial model; cpo, simpo and orpo without a reference. kto also
+    reads unpaired_preference. reward: a score of answers instead of a language model."""
     neftune_noise_alpha: Annotated[
         PositiveFloat | None, OnlyWith("finetune.objective", ("sft",), rejected=True)
     ] = None
@@ -173,14 +192,44 @@ class Finetune(Table):
     classification: Classification = Classification()
 
     dpo: Annotated[DPO, OnlyWith("finetune.objective", ("dpo",))] = DPO()
+    kto: Annotated[KTO, OnlyWith("finetune.objective", ("kto",))] = KTO()
+    reward: Annotated[Reward, OnlyWith("finetune.objective", ("reward",))] = Reward()
     cpo: Annotated[CPO, OnlyWith("finetune.objective", ("cpo",))] = CPO()
     simpo: Annotated[SimPO, OnlyWith("finetune.objective", ("simpo",))] = SimPO()
     orpo: Annotated[ORPO, OnlyWith("finetune.objective", ("orpo",))] = ORPO()
 
     @property
     def compares(self) -> bool:
-        """Return whether the objective compares pairs of answers."""
+        """Return whether the objective learns from preferences."""
         return self.objective != "sft"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the scores of a classifier or a reward model; none of a language model."""
+        return self.classification.names or ("LABEL_0",) * (self.objective == "reward")
+
+    @property
+    def refers(self) -> bool:
+        """Return whether the objective compares the model with a reference."""
+        return self.objective in ("dpo", "kto")
+
+    @property
+    def stores_reference(self) -> bool:
+        """Return whether the reference's log-probabilities are computed before training, because the model
+        without its adapter will not be the reference."""
+        return self.refers and (not self.adds or bool(self.trainable or self.adapter_path))
+
+    @property
+    def extra_forwards(self) -> int:
+        """Return the number of forwards per step without gradients: of the reference and of mismatched
+        answers."""
+        references = 0 if self.stores_reference or not self.refers else 1
+        return 2 * references + 1 if self.unpaired else references
+
+    @property
+    def unpaired(self) -> bool:
+        """Return whether the objective learns from answers one by one, instead of pairs."""
+        return self.objective == "kto"
 
     @property
     def adds(self) -> bool:

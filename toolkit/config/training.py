@@ -31,7 +31,9 @@ from toolkit.config.types import (
 )
 from toolkit.config.unsupported import NO_EXPRESSION, NO_GROUPED, NO_MX
 
-ConversationFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
+ConversationFormat = Literal[
+    "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "unpaired_preference"
+]
 
 
 class Model(Table):
@@ -358,7 +360,8 @@ class Data(Table):
     format: Literal["text"] | ConversationFormat = "text"
     """Format of the rows. text: plain text. Conversations: messages (role and content, as OpenAI's),
     sharegpt (from and value), alpaca (instruction, input, output) or prompt_completion (two texts or two
-    lists of messages). preference: two answers to one prompt (prompt, chosen, rejected). A conversation and
+    lists of messages). preference: two answers to one prompt (prompt, chosen, rejected).
+    unpaired_preference: an answer and whether it is desirable (prompt, completion, label). A conversation and
     each of its messages may carry a loss weight."""
     columns: dict[str, str] = {}
     """Names of your columns and message keys, where they differ from the format's, such as

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from toolkit.config import Config
 from toolkit.config.local_paths import assets_folder
 from toolkit.data.content_hash import say
+from toolkit.data.corpus import PREFERENCE
 from toolkit.data.run_data import BASE_CORPUS, RunData
 from toolkit.data.sources import open_corpus
 from toolkit.data.token_cache import tokenize_corpus
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from toolkit.data.chat.sft import ChatOptions
     from toolkit.data.chat.shapes import Shape
     from toolkit.data.labeled_texts import LabeledTexts
+
+
+_PAIR_DATA: Mapping[str, Literal["labels", "margins"]] = {"kto": "labels", "reward": "margins"}
+"""Data of pairs that objectives use in addition to the answers."""
 
 
 def open_data(config: Config, *, progress: bool) -> RunData:
@@ -144,6 +149,7 @@ class CorpusOptions(NamedTuple):
     columns: Mapping[str, str]
     columns_key: str
     labeled: LabeledTexts | None
+    objective: str
 
     @property
     def shape(self) -> Shape | None:
@@ -152,7 +158,9 @@ class CorpusOptions(NamedTuple):
             return None
         from toolkit.data.chat.shapes import Shape
 
-        return Shape(self.format, tuple(self.columns.items()))
+        paired = self.format == PREFERENCE
+        data: Literal["", "labels", "margins"] = _PAIR_DATA.get(self.objective, "") if paired else ""
+        return Shape(self.format, tuple(self.columns.items()), data)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for ``data.sources.open_corpus``."""
@@ -193,6 +201,7 @@ def _options(config: Config, table: str) -> CorpusOptions:
         config.value(columns_key),
         columns_key,
         _labeled(config, column_key) if table != BASE_CORPUS else None,
+        config.finetune.objective,
     )
 
 

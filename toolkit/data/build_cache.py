@@ -21,7 +21,7 @@ import numpy as np
 
 from toolkit.data import text_files
 from toolkit.data.corpus import CLASSIFICATION, PREFERENCE, Corpus
-from toolkit.data.token_files import WEIGHTS
+from toolkit.data.token_files import LABELS, WEIGHTS
 from toolkit.data.tokenize import Encoded, Encoder, TextEncoder, TokenizeBar
 from toolkit.data.tokenize_helpers import encode_all
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def build_cache(
             "blocks": blocks,
             "remarks": dict(remarks.most_common(_MAX_REMARKS)),
         }
-        place.commit(json.dumps(meta | _about(source)).encode())
+        place.commit(json.dumps(meta | _about(source, labeled=LABELS in blocks)).encode())
 
 
 class Building(Protocol):
@@ -162,13 +162,13 @@ def _process_count(source: Corpus) -> int:
     return 1 if n_bytes <= ALONE_BYTES else max(1, min(cores(), n_bytes // text_files.CHUNK_BYTES))
 
 
-def _about(source: Corpus) -> dict[str, Any]:
+def _about(source: Corpus, *, labeled: bool) -> dict[str, Any]:
     """Return facts about the source for meta.json; they may differ between corpora with equal content."""
     about: dict[str, Any] = {"corpus": source.name}
     if source.shape is None or source.shape.format == CLASSIFICATION:
         return about
     files = [str(path) for path in source.files]
-    return about | {"files": files, "paired": source.shape.format == PREFERENCE}
+    return about | {"files": files, "paired": source.shape.format == PREFERENCE and not labeled}
 
 
 def _write(

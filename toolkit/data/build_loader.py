@@ -35,13 +35,14 @@ def build_loader(
     dp_size: int,
     seed: int = 0,
     interleaved: bool = False,
+    numbered: int | None = None,
 ) -> Loader:
     """Build the loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
     With the training table it is infinite, and each epoch has its own order. With the validation table it
     yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding is 0 (it is
     neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored without
-    workers, as in torchtitan. ``interleaved``: see :mod:`toolkit.data.dataloader`.
+    workers, as in torchtitan. ``interleaved`` and ``numbered``: see :mod:`toolkit.data.dataloader`.
 
     Raises:
         DataError: A corpus is shorter than one sample.
@@ -54,7 +55,8 @@ def build_loader(
     parts.sort(key=lambda part: part.name)
     dataset = MicroBatchDataset(
         {part.name: part.corpus for part in parts},
-        seq_len=table.seq_len, packing=data.packing, document_mask=data.document_mask, pad_id=pad_id or 0,
+        numbered=numbered, seq_len=table.seq_len, packing=data.packing, document_mask=data.document_mask,
+        pad_id=pad_id or 0,
     )  # fmt: skip
     once, samples = False, len(dataset)
     if isinstance(table, Validation):
@@ -116,6 +118,7 @@ def training_loader(
         data.train(config), config.training, config.data, batch,
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
         interleaved=config.debug.bitwise_data_parallel,
+        numbered=0 if config.finetune.stores_reference else None,
     )  # fmt: skip
 
 
@@ -125,8 +128,12 @@ def validation_loader(
     """Build this rank's loader of the held-out corpus in ``table``; return None if there is none."""
     if table not in data.caches:
         return None
-    size = config.validation.local_batch_size
+    size, numbered = config.validation.local_batch_size, None
+    if config.finetune.stores_reference and table == "validation":  # after those of training
+        train = data.train(config)
+        parts = [train] if isinstance(train, TokenCache) else [part.corpus for part in train]
+        numbered = sum(corpus.n_documents for corpus in parts)
     return build_loader(
         data.caches[table], config.validation, config.data, BatchShape(size * dp_size, size, 1),
-        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size,
+        pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, numbered=numbered,
     )  # fmt: skip

@@ -26,6 +26,9 @@ from toolkit.loss import IGNORED_LABEL
 class ConversationRows(Rows):
     """Rows of whole conversations; conversations without tokens in the loss are dropped."""
 
+    predicted = 1
+    """Number of tokens at the end of a conversation that are predicted, but take no position."""
+
     def __init__(
         self, corpus: TokenCache, seq_len: int, *, packing: bool, document_mask: bool = True, pad_id: int = 0
     ):
@@ -33,9 +36,10 @@ class ConversationRows(Rows):
         assert corpus.mask is not None
         self.mask, self.weights = corpus.mask, corpus.weights
         n = together(corpus)
-        fitting = places(corpus, seq_len).reshape(-1, n)
+        fitting = places(corpus, seq_len, predicted=self.predicted).reshape(-1, n)
         kept = np.flatnonzero(~without_loss(corpus, seq_len).reshape(-1, n).any(axis=1))
-        rows = best_fit(fitting[kept].sum(axis=1), seq_len) if packing else np.arange(len(kept))
+        rooms = self._rooms(corpus, kept, fitting[kept].sum(axis=1))
+        rows = best_fit(rooms, seq_len) if packing else np.arange(len(kept))
         order = np.argsort(rows, kind="stable")
         self.conversations = (kept[order][:, None] * n + np.arange(n)).ravel()
         """Indices of the conversations in use, row by row."""
@@ -44,8 +48,16 @@ class ConversationRows(Rows):
         self.starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2)) * n
         """(rows + 1,) start of each row in ``conversations``."""
 
+    def _rooms(self, corpus: TokenCache, kept: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the positions that each of the ``kept`` conversations or pairs, which has ``places``, needs
+        in a row."""
+        return places
+
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def indices(self, k: int) -> np.ndarray:
+        return self.conversations[self.starts[k] : self.starts[k + 1]]
 
     def sample(self, k: int) -> Sample:
         """Return row ``k``."""
@@ -128,6 +140,7 @@ class Statistics:
     places: int
     filled: int
     learnt: int
+    desirable: int | None = None
     pairs: int = 0
     alike: int = 0
     weighted: bool = False
@@ -139,6 +152,8 @@ class Statistics:
         dropped = f", {self.dropped:,} dropped without a token in the loss" if self.dropped else ""
         alike = f", {self.alike:,} with identical answers, which have no effect" if self.alike else ""
         pairs = f"; {self.pairs:,} pairs{alike}" if self.pairs else ""
+        if self.desirable is not None:
+            pairs = f"; {self.desirable:,} desirable"
         cut = f"{self.cut:,} truncated, {self.tokens_cut:,} tokens lost" if self.cut else "none truncated"
         return "\n".join(
             [
@@ -155,10 +170,12 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
     """Compute the statistics printed at startup."""
     assert corpus.conversations is not None and corpus.mask is not None
     lengths, kept = np.diff(corpus.offsets), rows.conversations
-    lost = lengths[kept] - 1 - rows.places
-    learnt = int(corpus.conversations[kept, IN_LOSS].sum())
+    lost = lengths[kept] - rows.predicted - rows.places
+    learnt = int(corpus.conversations[kept, IN_LOSS].sum()) if rows.predicted else len(kept)
     for index, n in zip(kept[lost > 0], rows.places[lost > 0], strict=True):
-        learnt -= int(corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum())
+        learnt -= rows.predicted * int(
+            corpus.mask[corpus.offsets[index] + n + 1 : corpus.offsets[index + 1]].sum()
+        )
     return Statistics(
         lengths=lengths,
         dropped=len(lengths) - len(kept),
@@ -166,8 +183,9 @@ def statistics(corpus: TokenCache, rows: ConversationRows) -> Statistics:
         tokens_cut=int(lost.sum()),
         rows=len(rows),
         places=len(rows) * rows.seq_len,
-        filled=int((lengths[kept] - 1 - lost).sum()),
+        filled=int(rows.places.sum()),
         learnt=learnt,
+        desirable=None if corpus.labels is None else int(corpus.labels[kept].sum()),
         pairs=len(kept) // 2 if corpus.paired else 0,
         alike=_alike(corpus, kept) if corpus.paired else 0,
         weighted=corpus.weights is not None,

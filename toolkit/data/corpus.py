@@ -13,8 +13,9 @@ from toolkit.data.file_kinds import COMPRESSED, COMPRESSION, RowShape, kind
 if TYPE_CHECKING:
     from toolkit.data.text_files import Chunk
 
-CLASSIFICATION, PREFERENCE = "classification", "preference"
-"""Formats of rows with a text and its class, and of rows with two answers to a prompt."""
+CLASSIFICATION, PREFERENCE, UNPAIRED = "classification", "preference", "unpaired_preference"
+"""Formats of rows with a text and its class, with two answers to a prompt, and with an answer and its
+label."""
 
 
 @dataclass(frozen=True)

@@ -80,15 +80,21 @@ class MicroBatchDataset(Dataset[Batch]):
     """Rows, collated one micro-batch at a time (torch's default collation would copy each row once more).
 
     The rows of several corpora are concatenated in the order of ``corpora``, sorted by name. If one corpus
-    has weights, the weights of the others are 1.
+    has weights, the weights of the others are 1. With ``numbered``, rows have the numbers of their
+    conversations among those of all corpora, the first of which has this number, by document (seq_len,).
     """
 
-    def __init__(self, corpora: Mapping[str, TokenCache], **options: Any):
-        self.corpora, self.options = dict(corpora), options
+    def __init__(self, corpora: Mapping[str, TokenCache], *, numbered: int | None = None, **options: Any):
+        self.corpora, self.options, self.numbered = dict(corpora), options, numbered
         self.rows = [_rows(name, corpus, **options) for name, corpus in corpora.items()]
         self.starts = [0, *accumulate(map(len, self.rows))]
         weighted = any(corpus.weights is not None for corpus in corpora.values())
         self._plain = {"weights": np.ones(options["seq_len"], np.float32)} if weighted else {}
+        self._plain |= {name: x for name, x in self.rows[0].blank().items() if name not in FIELDS}
+        if numbered is not None:
+            self._plain["conversations"] = np.zeros(options["seq_len"], np.int64)
+            counts = (corpus.n_documents for corpus in corpora.values())
+            self._first = list(accumulate(counts, initial=numbered))
         self._map = getattr(next(iter(corpora.values())).tokens, "map", map)  # concurrent in RemoteArray
 
     def __len__(self) -> int:
@@ -96,7 +102,7 @@ class MicroBatchDataset(Dataset[Batch]):
 
     def __reduce__(self) -> tuple:
         # Workers that are not forked receive the names of cache folders instead of tokens.
-        return functools.partial(MicroBatchDataset, **self.options), (self.corpora,)
+        return functools.partial(MicroBatchDataset, numbered=self.numbered, **self.options), (self.corpora,)
 
     def __getitem__(self, indices: list[int]) -> Batch:
         samples = list(self._map(self._sample, indices))
@@ -111,14 +117,19 @@ class MicroBatchDataset(Dataset[Batch]):
         if index == PADDING:
             return self._plain | self.rows[0].blank()
         part = bisect_right(self.starts, index) - 1
-        return self._plain | self.rows[part].sample(index - self.starts[part])
+        rows, k = self.rows[part], index - self.starts[part]
+        sample = self._plain | rows.sample(k)
+        if self.numbered is not None:
+            there = self._first[part] + rows.indices(k)
+            sample["conversations"] = np.pad(there, (0, rows.seq_len - len(there)))
+        return sample
 
 
 def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
     if corpus.mask is not None:
-        from toolkit.data.conversation_rows import ConversationRows
+        from toolkit.data.unpaired_rows import conversation_rows
 
-        return ConversationRows(corpus, **options)
+        return conversation_rows(corpus, **options)
     if corpus.labels is not None:
         from toolkit.data.labeled_rows import LabeledRows
 
@@ -166,6 +177,20 @@ class Loader:
         """Samples per pass over the corpus; for a mixture, the total of all its corpora."""
         return self._sampler.n
 
+    @property
+    def corpora(self) -> list[tuple[TokenCache, int]]:
+        """The corpora in the order of their conversations, with the row length."""
+        return [(corpus, self._counted["seq_len"]) for corpus in self._corpora]
+
+    def every_row(self, *, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+        """Yield each row of the corpora once, divided over the ranks, without touching the loader's state."""
+        size = self._sampler.local_batch_size
+        shape = BatchShape(size * dp_size, size, 1)
+        each: Order = lambda samples: samples  # noqa: E731
+        rows = self._data.dataset
+        for indices in MicroBatches(len(rows), each, shape, dp_rank=dp_rank, dp_size=dp_size, infinite=False):
+            yield rows[indices]
+
     def conversations(self) -> Iterator[str]:
         """Describe how the conversations or labeled texts of each corpus fill its rows."""
         dataset = self._data.dataset
@@ -195,7 +220,8 @@ class Loader:
 
     def check_ids(self, batch: Batch) -> None:
         """Raise DataError if an id is outside the tokenizer's vocabulary, where the embedding has no row."""
-        labels = None if self._corpora[0].labels is not None else batch["labels"]  # class labels are not ids
+        of_classes = self._corpora[0].labels is not None and self._corpora[0].mask is None  # are not ids
+        labels = None if of_classes else batch["labels"]
         highest = max(int(part.max()) for part in (batch["tokens"], labels) if part is not None)
         if highest >= self._corpora[0].n_words:
             folders = ", ".join(str(corpus.folder) for corpus in self._corpora)

@@ -52,6 +52,10 @@ class Rows(ABC):
     def sample(self, k: int) -> Sample:
         """Return row ``k``."""
 
+    def indices(self, k: int) -> np.ndarray:
+        """Return the indices in the corpus of the documents in row ``k``, if it has whole documents."""
+        raise NotImplementedError
+
     def blank(self) -> Sample:
         """Return a row of padding."""
         row = {"tokens": np.full(self.seq_len, self.pad_id), "labels": np.full(self.seq_len, IGNORED_LABEL)}

@@ -5,7 +5,8 @@
                                /mask.bin            conversations: uint8, which tokens are in the loss
                                /conversations.bin   int64: source and loss tokens of each conversation
                                /weights.bin         float32: token weights, if some are not 1
-                               /labels.bin          labeled texts: int32, the class of each
+                               /labels.bin          int32: classes of texts; 1 for desirable answers
+                               /margins.bin         pairs for reward models: float32
                                /meta.json     counts, dtype, key, vocabulary size, hashes of blocks
     <cache folder>/tokens/<key>.building/     a build in progress, or the remains of a killed one
     <cache folder>/tokens/<key>.lock          locked (flock) by the process that builds

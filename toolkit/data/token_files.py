@@ -14,7 +14,7 @@ from toolkit.errors import DataError
 from toolkit.io.block_hashes import BLOCK_BYTES, first_damaged
 from toolkit.io.json_fields import MAX_BYTES, Fields, parse_object
 
-LABELS, WEIGHTS = "labels.bin", "weights.bin"
+LABELS, MARGINS, WEIGHTS = "labels.bin", "margins.bin", "weights.bin"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,9 @@ class TokenCache:
     float32 of these tokens, if any is not 1; ``conversations`` (n_documents, 4) int64, see
     :mod:`toolkit.data.chat.empty_masks`; and ``files``, the paths at the time of tokenization. If ``paired``,
     each even-numbered conversation is chosen over the next one. Labeled texts have ``labels`` (n_documents,)
-    int32. ``remarks`` maps notes for the user to numbers of documents. Pickled as the folder's path."""
+    int32, and so have unpaired preferences: 1 for desirable answers. Pairs for a reward model have
+    ``margins`` (n_documents,) float32. ``remarks`` maps notes for the user to numbers of documents. Pickled
+    as the folder's path."""
 
     folder: Path
     fingerprint: str
@@ -41,6 +43,7 @@ class TokenCache:
     conversations: np.ndarray | None = field(default=None, repr=False)
     files: tuple[str, ...] = ()
     labels: np.ndarray | None = field(default=None, repr=False)
+    margins: np.ndarray | None = field(default=None, repr=False)
     paired: bool = False
     weights: np.ndarray | None = field(default=None, repr=False)
     remarks: Mapping[str, int] = field(default_factory=dict)
@@ -88,6 +91,8 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         expected |= {"mask.bin": ("uint8", n_tokens), "conversations.bin": ("int64", n_documents * 4)}
     if LABELS in blocks.values:
         expected[LABELS] = ("int32", n_documents)
+    if MARGINS in blocks.values:
+        expected[MARGINS] = ("float32", n_documents)
     if WEIGHTS in blocks.values:
         expected[WEIGHTS] = ("float32", n_tokens)
     arrays = {}
@@ -117,6 +122,7 @@ def open_cache(folder: Path, *, verify: bool = False) -> TokenCache:
         conversations=None if files is None else arrays["conversations.bin"].reshape(-1, 4),
         files=tuple(files or ()),
         labels=arrays.get(LABELS),
+        margins=arrays.get(MARGINS),
         paired=bool(meta.values.get("paired")),
         weights=arrays.get(WEIGHTS),
         remarks=remarks,

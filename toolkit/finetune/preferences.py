@@ -1,10 +1,12 @@
 """Preference optimization: increases the probability of the chosen answer to a prompt over that of the
 rejected one.
 
-DPO does so relative to a reference, the model without its adapter. It runs first, without gradients; its
-token losses minus the model's, summed over an answer, are the log-ratio of the answer's probabilities. The
-other objectives have no reference: the sums are log-probabilities. A pair is two documents of a row: 2n is
-chosen, 2n + 1 rejected. All pairs have equal weight.
+DPO and KTO do so relative to a reference. If it is the model without its adapter, it runs first, without
+gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the answer's
+probabilities. Otherwise the sums of the reference are read (:mod:`toolkit.finetune.reference`). CPO, SimPO
+and ORPO have no reference: the sums are log-probabilities. Reward models score answers. A pair is two
+documents of a row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers
+with a label.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """
@@ -20,10 +22,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.config.finetune import CPO, DPO, ORPO, Finetune, SimPO
+from toolkit.config.finetune import CPO, DPO, KTO, ORPO, Finetune, Reward, SimPO
+from toolkit.data.dataloader import FIELDS
+from toolkit.data.unpaired_rows import MISMATCHED
 from toolkit.loss import IGNORED_LABEL
 from toolkit.parallel.autograd_collectives import all_reduce
-from toolkit.parallel.objective import MicroBatch, Objective
+from toolkit.parallel.objective import MicroBatch, Objective, divisor
 
 PairLosses = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of the log-probabilities (or log-ratios) of the answers and their numbers of trained tokens, both
@@ -36,10 +40,12 @@ class PreferenceObjective(Objective):
     The ranks of ``group`` have shards of the same sequences.
     """
 
-    reduction = "none"
-    names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+    reduction: str = "none"
+    names: tuple[str, ...] = (
+        "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+    )  # fmt: skip
     fields: tuple[str, ...] = ("answers", "learnt")
-    token_fields = ("answers",)
+    token_fields: tuple[str, ...] = ("answers",)
 
     def __init__(self, losses: PairLosses, group: dist.ProcessGroup | None):
         self.losses = losses
@@ -59,30 +65,95 @@ class PreferenceObjective(Objective):
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         learnt_BN2, valid_BN = _pairs(batch)
-        scores_BS, answers_BS = self.scores(output, batch).double(), _required(batch, "answers")
-        scores_BW = _by_answer(scores_BS, answers_BS, learnt_BN2[0].numel())
-        if self.group is not None:
-            scores_BW = all_reduce(scores_BW, self.group)
-        losses_BN, rewards_BN2 = self.losses(scores_BW.unflatten(1, (-1, 2)), learnt_BN2)
+        scores_BW = self.scores(output, batch)
+        losses_BN, rewards_BN2 = self.compare(scores_BW.unflatten(1, (-1, 2)), learnt_BN2, batch)
         loss = torch.where(valid_BN, losses_BN, 0).sum()
         chosen_BN, rejected_BN = (rewards_BN2.detach() * valid_BN[..., None]).unbind(-1)
         margins_BN = chosen_BN - rejected_BN
         sums = [it.sum().double() for it in (chosen_BN, rejected_BN, margins_BN > 0, margins_BN)]
         return loss, torch.stack([loss.detach(), *sums]) * self.counts
 
+    def compare(self, scores_BN2: Tensor, learnt_BN2: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the losses and rewards of pairs, see :data:`PairLosses`."""
+        return self.losses(scores_BN2, learnt_BN2)
+
     def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the log-probability of each label (B, S), given the head's token losses."""
-        return -output.view_as(_required(batch, "answers"))
+        """Return the log-probability of each answer (B, W) fp64, given the head's token losses."""
+        return self.by_answer(-output, batch)
+
+    def by_answer(self, scores_T: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the sums (B, W) fp64 over the tokens of each answer, on all ranks of the group."""
+        answers_BS, width = _required(batch, "answers"), _required(batch, "learnt").shape[1]
+        sums_BW = _by_answer(scores_T.view_as(answers_BS).double(), answers_BS, width)
+        return sums_BW if self.group is None else all_reduce(sums_BW, self.group)
+
+
+class RewardObjective(PreferenceObjective):
+    """The mean over pairs of a reward model's losses. The head scores the last token of each answer, the only
+    one with a label."""
+
+    reduction = "scores"
+    fields = ("answers", "learnt", "labels", "margin")
+
+    def __init__(self, options: Reward, group: dist.ProcessGroup | None):
+        super().__init__(lambda scores, _: (scores, scores), group)
+        self.options = options
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        margin_BS, width = _required(batch, "margin"), _required(batch, "labels").shape[1]
+        return super().prepare(batch) | {"margin": F.pad(margin_BS, (0, width % 2))}
+
+    def compare(self, scores_BN2: Tensor, learnt_BN2: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        margins_BN = _margins(scores_BN2) - _required(batch, "margin")[:, ::2].double()
+        center = self.options.center_rewards_coefficient * scores_BN2.sum(-1).square()
+        return center - F.logsigmoid(margins_BN), scores_BN2
+
+    def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the score of each answer."""
+        labels_BS = _required(batch, "labels")
+        scores_BS = torch.where(labels_BS == IGNORED_LABEL, 0, output.view_as(labels_BS))
+        return self.by_answer(scores_BS, batch)
 
 
 class DPOObjective(PreferenceObjective):
-    """The same relative to the model without its adapter."""
+    """The same relative to the model without its adapter, or to ``stored`` log-probabilities of the
+    conversations of the run (conversations, columns) fp64."""
 
-    fields = ("answers", "learnt", "reference")
+    fields: tuple[str, ...] = ("answers", "learnt", "reference")
+    columns: tuple[str, ...] = ("",)
+    """Prefixes of the answers of a conversation that have log-probabilities."""
+    stored: Tensor | None = None
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        batch = super().prepare(batch)
+        conversations_BS = batch.get("conversations")
+        if conversations_BS is None:
+            return batch
+        padding = _required(batch, "learnt").shape[1] - conversations_BS.shape[1]
+        batch["conversations"] = conversations_BW = F.pad(conversations_BS, (0, padding))
+        if self.stored is None:  # it is being computed
+            return batch
+        columns = self.stored[conversations_BW].unbind(-1)
+        return batch | {f"{prefix}reference": it for prefix, it in zip(self.columns, columns, strict=True)}
+
+    def answer(self, batch: MicroBatch, prefix: str) -> MicroBatch:
+        """Return the fields of the prepared answers with ``prefix``, as the model reads them."""
+        names = ("answers", "reference", *FIELDS)
+        return batch | {name: batch.get(f"{prefix}{name}") for name in names}
+
+    def log_probs(self, batch: MicroBatch, forward: Callable[[MicroBatch], Tensor | None]) -> Tensor | None:
+        """Return the log-probabilities of the answers (B, W, columns), if the last stage is on this rank;
+        0 without an answer."""
+        answers = [self.answer(batch, prefix) for prefix in self.columns]
+        outputs = [forward(each) for each in answers]
+        sums = [self.by_answer(-x, it) for x, it in zip(outputs, answers, strict=True) if x is not None]
+        return torch.stack(sums, dim=-1) * self.counts if sums else None
 
     def with_reference(
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> MicroBatch:
+        if self.stored is not None:
+            return batch
         with torch.no_grad(), without_adapter(models):
             losses_T = forward(batch)
         return batch | {
@@ -90,8 +161,71 @@ class DPOObjective(PreferenceObjective):
         }
 
     def scores(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        reference_BS = _required(batch, "reference")
-        return reference_BS - output.view_as(reference_BS)
+        """Return the log-ratios of the answers."""
+        reference = _required(batch, "reference")
+        if self.stored is None:
+            return self.by_answer(reference - output.view_as(reference), batch)
+        return super().scores(output, batch) - reference
+
+
+class KTOObjective(DPOObjective):
+    """The mean over single answers of KTO's losses, with the reward metrics that trl reports.
+
+    The KL divergence that they depend on is the mean log-ratio of the mismatched answers of the global
+    batch (:mod:`toolkit.data.unpaired_rows`), so that it is the same on any mesh. They run before the
+    step, without gradients.
+    """
+
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
+    fields = ("answers", "learnt", "reference", "desirable")
+    token_fields = (
+        "answers",
+        *(f"{MISMATCHED}{name}" for name in ("tokens", "labels", "positions", "answers")),
+    )
+    columns = ("", MISMATCHED)
+    measures = 3
+
+    def __init__(self, options: KTO, group: dist.ProcessGroup | None):
+        super().__init__(partial(dpo_losses, options=DPO()), group)
+        self.options = options
+
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        batch = super().prepare(batch)
+        desirable_BS, width = _required(batch, "desirable"), _required(batch, "learnt").shape[1]
+        answers_BS = _required(batch, f"{MISMATCHED}documents").clamp(min=0).long()
+        padded_BW = F.pad(desirable_BS, (0, width - desirable_BS.shape[1]))
+        return batch | {"desirable": padded_BW, f"{MISMATCHED}answers": answers_BS}
+
+    def count(self, batches: Sequence[MicroBatch]) -> Tensor:
+        return torch.stack([_answered(batch).sum() for batch in batches]).sum() * self.counts
+
+    def measure(
+        self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
+    ) -> Tensor:
+        """Return the sum of the mismatched answers' log-ratios, and the numbers of answers and of desirable
+        ones."""
+        other = self.with_reference(self.answer(batch, MISMATCHED), models, forward)
+        output, valid_BW = forward(other), _answered(batch)
+        total = valid_BW.new_zeros((), dtype=torch.float64)
+        if output is not None:
+            total = torch.where(valid_BW, self.scores(output, other), 0).sum()
+        desirable_BW = valid_BW & _required(batch, "desirable")
+        return torch.stack([total, valid_BW.sum(), desirable_BW.sum()]).double() * self.counts
+
+    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        assert self.measured is not None
+        ratio, count, desired = self.measured
+        kl = (ratio / divisor(count)).clamp(min=0)
+        valid_BW, desirable_BW = _answered(batch), _required(batch, "desirable")
+        ratios_BW = self.scores(output, batch)
+        losses_BW = kto_losses(ratios_BW, desirable_BW, kl, self.options)
+        loss = torch.where(valid_BW, losses_BW, 0).sum()
+        rewards_BW = self.options.beta * ratios_BW.detach() * valid_BW
+        # Logged values are divided by the number of all answers.
+        chosen = (rewards_BW * desirable_BW).sum() * count / divisor(desired)
+        rejected = (rewards_BW * ~desirable_BW).sum() * count / divisor(count - desired)
+        sums = torch.stack([loss.detach(), chosen, rejected, chosen - rejected, kl * valid_BW.sum()])
+        return loss, sums * self.counts
 
 
 def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> PreferenceObjective:
@@ -99,6 +233,10 @@ def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> 
     match options.objective:
         case "dpo":
             return DPOObjective(partial(dpo_losses, options=options.dpo), group)
+        case "kto":
+            return KTOObjective(options.kto, group)
+        case "reward":
+            return RewardObjective(options.reward, group)
         case "cpo":
             return PreferenceObjective(partial(cpo_losses, options=options.cpo), group)
         case "simpo":
@@ -115,6 +253,14 @@ def dpo_losses(ratios_BN2: Tensor, learnt_BN2: Tensor, options: DPO) -> tuple[Te
     if options.loss_type == "ipo":
         return (_margins(_means(ratios_BN2, learnt_BN2)) - 1 / (2 * options.beta)).square(), rewards_BN2
     return _sigmoid_losses(_margins(rewards_BN2), options.label_smoothing), rewards_BN2
+
+
+def kto_losses(ratios_BW: Tensor, desirable_BW: Tensor, kl: Tensor, options: KTO) -> Tensor:
+    """Return KTO's losses of single answers, given the estimate ``kl`` of the divergence."""
+    good_BW = desirable_BW.double()  # fp64, as the ratios
+    bad_BW = 1 - good_BW
+    weights_BW = options.desirable_weight * good_BW + options.undesirable_weight * bad_BW
+    return weights_BW * torch.sigmoid(options.beta * (bad_BW - good_BW) * (ratios_BW - kl))
 
 
 def cpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: CPO) -> tuple[Tensor, Tensor]:
@@ -171,6 +317,11 @@ def _pairs(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the number of trained tokens of each answer (B, N, 2), and a mask of valid pairs (B, N)."""
     learnt_BN2 = _required(batch, "learnt").unflatten(1, (-1, 2))
     return learnt_BN2, (learnt_BN2 > 0).all(-1)
+
+
+def _answered(batch: MicroBatch) -> Tensor:
+    """Return which documents have tokens in the loss (B, W)."""
+    return _required(batch, "learnt") > 0
 
 
 def _required(batch: MicroBatch, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from toolkit.models.parameters import head_parameters, table
 def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
     """Return the FLOPs per token of a training step: fewer than :func:`flops_per_token` if only a part is
     trained."""
-    if not finetune.chooses:
+    if not finetune.chooses and not finetune.extra_forwards:
         return flops_per_token(args, seq_len=seq_len, causal=causal)
     return fine_tuning_flops(args, finetune, seq_len=seq_len, causal=causal)
 
@@ -24,7 +24,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
 
     Per parameter: 2 in forward, 2 for the gradient of its module's input if the input requires one, and 2 for
     its own gradient if it is trained. Adapter parameters do not count. DPO adds the forward of its reference
-    model.
+    model, unless it is stored; KTO adds those of mismatched answers.
     """
     rows, trained = table(args), trained_names(all_shapes(args, options), args, options)
     modules = {name.rpartition(".")[0] for name in trained}
@@ -50,7 +50,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
         name.startswith("output.") or (args.tie_embeddings and name == EMBEDDING) for name in trained
     )
     backward += 2 * args.dim * (flows + (NORM in trained)) + 2 * head * (head_input + head_trained)
-    return float(forward * (2 if options.objective == "dpo" else 1) + backward)
+    return float(forward * (1 + options.extra_forwards) + backward)
 
 
 def _input_gradients(

@@ -41,10 +41,10 @@ def model_args(config: Config, *, tokenizer_vocab: int | None) -> ModelArgs:
     else:
         name, flavor = model.name or _NAME, model.flavor or _FLAVOR
         args = resolve(name, flavor, tokenizer_vocab=tokenizer_vocab, **overrides)
-    options = config.finetune.classification
-    if not options.num_labels:
+    options = config.finetune
+    if not options.classes:
         return args
-    classifier = Classifier(options.names, tuple(options.hidden_sizes))
+    classifier = Classifier(options.classes, tuple(options.classification.hidden_sizes))
     return replace(args, classifier=classifier, tie_embeddings=False)
 
 

@@ -7,7 +7,7 @@ sums: the values of all ranks add up to the value of the batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,6 +113,28 @@ class ModelParts(ABC):
         fields = {name: batch[name] for name in names}
         return batch | {name: None if x is None else self.shards.shard(x) for name, x in fields.items()}
 
+    def measure(self, batches: Iterable[MicroBatch]) -> None:
+        """Sum what the objective measures over the prepared micro-batches of all ranks, before their
+        losses."""
+        objective = self.objective
+        if not objective.measures:
+            return
+        with torch.no_grad():
+            rows = []
+            for index, batch in enumerate(batches):
+                if self.bitwise:
+                    self.bitwise.seed(index)
+                rows.append(objective.measure(batch, self.models, self._forward))
+        device = next(self.models[0].parameters()).device if not rows else rows[0].device
+        sums = torch.zeros(1, objective.measures, dtype=torch.float64, device=device)
+        sums = torch.cat([sums, *(row[None] * self.is_loss_rank for row in rows)])
+        if self.bitwise:
+            objective.measured = self.bitwise.exact_total(sums)
+        else:
+            objective.measured = sums.sum(0)
+            dist.all_reduce(objective.measured)
+        self.end_evaluation()
+
     def backward(
         self, batches: Sequence[MicroBatch], scale: Tensor, block_scale: Tensor | None = None
     ) -> Tensor:
@@ -124,6 +146,7 @@ class ModelParts(ABC):
         """
         if self.bitwise:
             self.bitwise.begin_step()
+        self.measure(batches)
         stages = [model.block_sums for model in self.models]
         if self.expert_load and self.expert_load.needs_pass:
             self._begin_noise(batches)

@@ -29,16 +29,27 @@ class Objective:
     """The next-token loss, averaged over tokens.
 
     Attributes:
-        reduction: the head's reduction of token losses, "sum" or "none".
+        reduction: the head's reduction of token losses, "sum" or "none", or "scores".
             names: metrics logged in addition to the loss.
             fields: fields added to a micro-batch, with one row per sample.
-            token_fields: the subset of ``fields`` with one column per token.
+            token_fields: fields of a micro-batch with one column per token.
+            measures: number of sums that :meth:`measure` returns.
+            measured: these sums, over the global batch.
     """
 
     reduction = "sum"
     names: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     token_fields: tuple[str, ...] = ()
+    measures = 0
+    measured: Tensor | None = None
+
+    def measure(
+        self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
+    ) -> Tensor:
+        """Return this rank's contribution to sums that the loss of every micro-batch depends on, without
+        gradients: (measures,) fp64."""
+        raise NotImplementedError
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Add the objective's fields to a micro-batch of full sequences."""

@@ -13,7 +13,7 @@ result is bitwise equal, because addition of two values is commutative.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,9 @@ class Pipeline(ModelParts):
 
     # Training step
 
+    def measure(self, batches: Iterable[MicroBatch]) -> None:
+        super().measure(micro_batch for batch in batches for micro_batch in self._split(batch))
+
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
         split = [micro_batch for batch in batches for micro_batch in self._split(batch)]
         split = [self.objective.with_reference(batch, self.models, self._forward) for batch in split]
@@ -211,7 +214,8 @@ class Pipeline(ModelParts):
         hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()
         loss_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         head = self.stages[self.last].output if self.last in self.stages else None
-        shape = (self.micro_batch * length,) if head is not None and head.reduction == "none" else ()
+        shapes = {"none": (self.micro_batch * length,), "scores": (self.micro_batch, length, 1)}
+        shape = shapes.get(head.reduction, ()) if head is not None else ()
         loss = torch.empty(shape, dtype=loss_dtype, device="meta", requires_grad=True)
         stages = [
             _Stage(

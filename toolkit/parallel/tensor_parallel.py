@@ -341,6 +341,8 @@ def _classifier(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
         return h, labels, *others
 
     def combine(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if output.ndim and layout.split and args[1] is not None:  # scores, of which each rank uses all
+            return _GatherLogits.apply(output.mT, group).mT.clone()
         if output.ndim:
             return layout.gather(output)
         return all_reduce(output, group) if layout.split else output

@@ -25,6 +25,8 @@ from toolkit.compat import (
 )
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
+from toolkit.data.unpaired_rows import MISMATCHED
+from toolkit.finetune.preferences import DPOObjective
 from toolkit.hardware import simulate
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import build_optimizer
@@ -209,6 +211,9 @@ def fake_run(
                     module.host_copy = _FakeHostCopy
         if model_parts.connect:
             model_parts.connect()
+        if isinstance(model_parts.objective, DPOObjective) and config.finetune.stores_reference:
+            width = len(model_parts.objective.columns)
+            model_parts.objective.stored = torch.zeros(1, width, dtype=torch.float64)
         parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         with unset_fake_temporarily():  # it computes with real values, such as offsets
             optimizer = build_optimizer(parameters, config, n_layers=args.n_layers)
@@ -320,12 +325,23 @@ def _batches(config: Config, batch: BatchShape, pp: int, count: int) -> list[Mic
         rows, count = batch.local, count * rows // batch.local
     shape = (rows, config.training.seq_len)
     pairs = config.finetune.compares
-    return [
-        {
-            "tokens": torch.zeros(shape, dtype=torch.int64),
-            "labels": torch.zeros(shape, dtype=torch.int64),
-            "positions": None,
-            "documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
+
+    def fields(prefix: str = "") -> MicroBatch:
+        return {
+            f"{prefix}tokens": torch.zeros(shape, dtype=torch.int64),
+            f"{prefix}labels": torch.zeros(shape, dtype=torch.int64),
+            f"{prefix}positions": torch.zeros(shape, dtype=torch.int64) if prefix else None,
+            f"{prefix}documents": torch.zeros(shape, dtype=torch.int32) if pairs else None,
         }
-        for _ in range(count)
-    ]
+
+    def beside() -> MicroBatch:
+        batch: MicroBatch = {}
+        if config.finetune.stores_reference:
+            batch["conversations"] = torch.zeros(shape, dtype=torch.int64)
+        if config.finetune.unpaired:
+            batch |= fields(MISMATCHED) | {"desirable": torch.zeros(shape, dtype=torch.bool)}
+        if config.finetune.objective == "reward":
+            batch["margin"] = torch.zeros(shape)
+        return batch
+
+    return [fields() | beside() for _ in range(count)]

@@ -183,8 +183,8 @@ def _classifier(given: Fields) -> Classifier | None:
     if inner is None:
         return None
     labels, sizes = inner.values.get("labels"), inner.values.get("hidden_sizes", [])
-    if not isinstance(labels, list) or not all(isinstance(it, str) for it in labels) or len(labels) < 2:
-        inner.reject("labels", "must be the names of at least two classes")
+    if not isinstance(labels, list) or not all(isinstance(it, str) for it in labels) or not labels:
+        inner.reject("labels", "must be the names of classes")
         labels = []
     if not isinstance(sizes, list) or not all(is_count(size, at_most=MAX_SIZE) for size in sizes):
         inner.reject("hidden_sizes", "must be sizes of layers")

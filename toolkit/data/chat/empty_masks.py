@@ -24,13 +24,14 @@ def without_loss(corpus: TokenCache, seq_len: int) -> np.ndarray:
     return (first < 0) | (first > places(corpus, seq_len))
 
 
-def places(corpus: TokenCache, seq_len: int) -> np.ndarray:
+def places(corpus: TokenCache, seq_len: int, *, predicted: int = 1) -> np.ndarray:
     """Return the number of positions of each conversation in a row of ``seq_len``.
 
-    It is one less than the number of tokens, because the last token is only predicted, and at most the row
-    length. The two conversations of a pair share a row: the longer one is truncated, or both to half a row.
+    It is one less than the number of tokens, because the last token is only ``predicted``, and at most the
+    row length. The two conversations of a pair share a row: the longer one is truncated, or both to half a
+    row.
     """
-    whole = np.diff(corpus.offsets) - 1
+    whole = np.diff(corpus.offsets) - predicted
     if not corpus.paired:
         return np.minimum(whole, seq_len)
     other = whole.reshape(-1, 2)[:, ::-1].ravel()

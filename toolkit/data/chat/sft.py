@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from toolkit.data.chat.shapes import Conversation, Shape
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.chat.unwritten import ARGUMENTS
 from toolkit.data.text_files import Chunk
-from toolkit.data.token_files import WEIGHTS
+from toolkit.data.token_files import LABELS, MARGINS, WEIGHTS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
@@ -60,7 +60,11 @@ class ConversationEncoder:
     options: ChatOptions
     dtype: str
     files: tuple[Path, ...] = ()
-    EXTRA: ClassVar[tuple[str, ...]] = ("mask.bin", "conversations.bin")
+
+    @property
+    def EXTRA(self) -> tuple[str, ...]:
+        margins = [MARGINS] * (self.shape.data == "margins")
+        return ("mask.bin", "conversations.bin", *margins, *[LABELS] * self.shape.labeled)
 
     @cached_property
     def form(self) -> ChatFormat:
@@ -84,10 +88,11 @@ class ConversationEncoder:
         shape = [self.shape.format, sorted(self.shape.names.items())]
         special = sorted(self.tokenizer.special_tokens.items())  # some tokenizers store them in another file
         options = [self.options.train_on, self.options.mask_empty_thinking]
-        return [VERSION, *shape, self.form.fingerprint, *options, special]
+        data = [self.shape.data] if self.shape.data else []
+        return [VERSION, *shape, self.form.fingerprint, *options, special, *data]
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        tokens, weights, about = [], [], []
+        tokens, weights, about, extras = [], [], [], []
         self.remarks.clear()
         file = self.files.index(chunk.path)
         for number, row in chunk.rows():
@@ -97,14 +102,14 @@ class ConversationEncoder:
                 in_loss = np.flatnonzero(weights_of_ids)
                 tokens.append(ids)
                 weights.append(weights_of_ids)
+                extras.append(conversation.desirable if self.shape.labeled else conversation.margin)
                 about.append((file, number, in_loss[0] if len(in_loss) else NO_LOSS, len(in_loss)))
         lengths = np.array([len(ids) for ids in tokens], np.int64)
         of_tokens = np.concatenate([np.zeros(0, np.float32), *weights])
         mask = of_tokens != 0
-        extra = {
-            self.EXTRA[0]: mask.astype(np.uint8),
-            self.EXTRA[1]: np.array(about, np.int64).reshape(-1, 4),
-        }
+        about_each = np.array(about, np.int64).reshape(-1, 4)
+        last = np.array(extras, np.int32 if self.shape.labeled else np.float32)
+        extra = dict(zip(self.EXTRA, (mask.astype(np.uint8), about_each, last), strict=False))
         if (of_tokens[mask] != 1).any():
             extra[WEIGHTS] = np.where(mask, of_tokens, np.float32(1))
         joined = np.concatenate([np.zeros(0, self.dtype), *tokens])

@@ -5,9 +5,11 @@
     alpaca             {"instruction": "…", "input": "…", "output": "…", "system": "…"}
     prompt_completion  {"prompt": "…", "completion": "…"}, either of them a text or a list of messages
     preference         {"prompt": "…", "chosen": "…", "rejected": "…"}, two conversations; answers that are
-                       lists, without a list as a prompt, are whole conversations, as in trl
+                       lists, without a list as a prompt, are whole conversations, as in trl; for reward
+                       models optionally with a "margin"
+    unpaired_preference  {"prompt": "…", "completion": "…", "label": true}, as prompt_completion
 
-All but the last may have a ``weight``, and all may have ``tools``. ``system``, ``input``, ``tools`` and
+All but the last two may have a ``weight``, and all may have ``tools``. ``system``, ``input``, ``tools`` and
 ``weight`` may be absent or empty. Columns and message keys can be renamed (``data.columns``). Null keys count
 as absent, in messages and in ``tools`` that are not text."""
 
@@ -18,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from toolkit.data.corpus import PREFERENCE
+from toolkit.data.corpus import PREFERENCE, UNPAIRED
 from toolkit.data.file_kinds import SourceError
 from toolkit.data.text_files import check_text
 from toolkit.errors import DataError, Problem, did_you_mean, first_few, quote
@@ -36,9 +38,10 @@ _NAMES = {
     "sharegpt": ("conversations", "system", "tools", "weight", "from", "value"),
     "alpaca": ("instruction", "input", "output", "system", "tools", "weight"),
     "prompt_completion": ("prompt", "completion", "tools", "weight", "role", "content"),
-    "preference": ("prompt", "chosen", "rejected", "tools", "role", "content"),
+    "preference": ("prompt", "chosen", "rejected", "margin", "tools", "role", "content"),
+    "unpaired_preference": ("prompt", "completion", "label", "tools", "role", "content"),
 }
-FORMATS = tuple(name for name in _NAMES if name != PREFERENCE)
+FORMATS = tuple(name for name in _NAMES if name not in (PREFERENCE, UNPAIRED))
 """Formats with one conversation per row."""
 _OPTIONAL = ("input", "system", "tools", "weight")
 _SHOWN = 20
@@ -51,21 +54,26 @@ _LEAST, _MOST = 1e-9, 1e9
 class Conversation(NamedTuple):
     """Messages with role and content. ``weights`` are the loss weights of messages, if not 1, to be
     multiplied by the row's ``weight``. The assistant's messages before message ``first`` belong to a prompt
-    and are not in the loss. ``tools`` are the callable tools."""
+    and are not in the loss. ``tools`` are the callable tools. ``desirable`` is the label of an answer,
+    ``margin`` that by which the chosen answer of a pair is better."""
 
     messages: list[dict[str, Any]]
     weights: Mapping[int, float] = {}
     first: int = 0
     tools: list[Any] | None = None
     weight: float = 1.0
+    desirable: bool = True
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A format, with the names of columns and keys in a corpus."""
+    """A format, with the names of columns and keys in a corpus. Pairs can have more ``data``: the answers are
+    conversations of their own with "labels", or have "margins"."""
 
     format: str
     renamed: tuple[tuple[str, str], ...] = ()
+    data: Literal["", "labels", "margins"] = ""
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -82,8 +90,13 @@ class Shape:
         return self.format == PREFERENCE
 
     @property
+    def labeled(self) -> bool:
+        """True if each conversation is desirable or not, instead of preferred to another."""
+        return self.data == "labels" or self.format == UNPAIRED
+
+    @property
     def _optional(self) -> tuple[str, ...]:
-        return ("prompt", "tools", "weight") if self.paired else _OPTIONAL
+        return ("prompt", "tools", "weight", "margin") if self.paired else _OPTIONAL
 
     def columns(self, names: Collection[str], where: str) -> list[str]:
         """Return the columns to read, among ``names``.
@@ -128,6 +141,13 @@ class Shape:
         )
         tools = self._tools(row, where)
         conversations = [conversation._replace(tools=tools) for conversation in conversations]
+        if self.labeled:
+            labels = (True, False) if self.paired else (self._label(row, where),)
+            conversations = [
+                one._replace(desirable=label) for one, label in zip(conversations, labels, strict=True)
+            ]
+        if self.data == "margins":
+            conversations = [one._replace(margin=self._margin(row, where)) for one in conversations]
         names = (", chosen", ", rejected") if self.paired else ("",)
         for conversation, name in zip(conversations, names, strict=True):
             if not conversation.messages:
@@ -138,7 +158,7 @@ class Shape:
         others = {weight, *(other for one in conversations for other in one.weights.values() if other)} - {
             1.0
         }
-        if self.paired and others:
+        if (self.paired or self.labeled) and others:
             fix = "remove it; a message can only have 0, which leaves it out, or 1"
             raise DataError(
                 f"{where}: weight {min(others):g}, but preferences have no weights\n  fix:  {fix}"
@@ -152,6 +172,23 @@ class Shape:
 
     def _value(self, row: Mapping[str, Any], name: str) -> Any:
         return row.get(self.names[name])
+
+    def _label(self, row: Mapping[str, Any], where: str) -> bool:
+        value = self._value(row, "label")
+        if not isinstance(value, bool):
+            fix = "write true for a desirable answer, false for an undesirable one"
+            raise DataError(f"{where}: column {self.names['label']!r} contains {quote(value)}\n  fix:  {fix}")
+        return value
+
+    def _margin(self, row: Mapping[str, Any], where: str) -> float:
+        value = self._value(row, "margin")
+        number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+        if value is not None and not (number and abs(value) <= _MOST):
+            fix = f"write a number of at most {_MOST:g}, by which the chosen answer's score should be higher"
+            raise DataError(
+                f"{where}: column {self.names['margin']!r} contains {quote(value)}\n  fix:  {fix}"
+            )
+        return float(value or 0)
 
     def _text(self, row: Mapping[str, Any], name: str, where: str) -> str:
         value = self._value(row, name)
@@ -269,6 +306,7 @@ _READERS = {
     "sharegpt": Shape._sharegpt,
     "alpaca": Shape._alpaca,
     "prompt_completion": Shape._prompt_completion,
+    "unpaired_preference": Shape._prompt_completion,
 }
 
 

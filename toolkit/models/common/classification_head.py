@@ -1,9 +1,5 @@
 """Sequence classification head, with its loss and the counts for validation metrics.
 
-It scores every token. The label of a sequence is at its last token, and other tokens are ignored, because a
-row may contain several documents, or only part of one (context parallelism). transformers pools the same
-token, the last non-padding one.
-
 It scores every token; the label of a sequence is at its last token, and other tokens are ignored, because a
 row may contain several documents, or a part of one (context parallelism). transformers pools the same token,
 the last one that is not padding.
@@ -42,12 +38,16 @@ class ClassificationHead(OutputHead):
         self.counts: Tensor | None = None
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
-        """Return scores (B, S, L), or the summed loss of ``labels`` (B, S). In eval mode, count
-        predictions."""
+        """Return scores (B, S, L), or the summed loss of ``labels`` (B, S). In eval mode, count predictions.
+        With the reduction "scores", return scores in at least fp32, for objectives that compare them."""
         for layer in self.hidden:
             h_BSD = F.silu(layer(h_BSD))
         if labels is None:
             return self.logits(h_BSD, self.weight)
+        if self.reduction == "scores":
+            scores_BSL = self.logits(h_BSD, self.weight)
+            # A copy, because FSDP's hooks need an output that is not a view.
+            return scores_BSL.to(torch.promote_types(scores_BSL.dtype, torch.float32), copy=True)
         h_TD, labels_T = h_BSD.flatten(0, 1), labels.flatten()
         if not self.training:
             self._count(F.linear(h_TD, self.weight), labels_T)

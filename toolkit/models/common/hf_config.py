@@ -181,9 +181,8 @@ class HFConfig:
             fields |= {
                 "id2label": {str(index): label for index, label in labels.items()},
                 "label2id": {label: index for index, label in labels.items()},
-                "problem_type": _ONE_LABEL,
-                # Without a padding token, transformers rejects batches of several texts.
-                "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
+                "problem_type": _ONE_LABEL if len(labels) > 1 else None,
+                "pad_token_id": _padding(bos, eos, pad, answers=len(labels) == 1),
             }
         if self.sliding_window:
             fields["sliding_window"] = args.sliding_window
@@ -225,11 +224,11 @@ class HFConfig:
     def _classifier(self, fields: Fields) -> Classifier | None:
         if fields.values.get("architectures") != [self.classifier]:
             return None
-        if fields.values.get("problem_type", _ONE_LABEL) != _ONE_LABEL:
+        if fields.values.get("problem_type") not in (None, _ONE_LABEL):
             fields.reject("problem_type", f'must be "{_ONE_LABEL}"')
         labels = fields.values.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
         numbered = [str(index) for index in range(len(labels))] if isinstance(labels, dict) else []
-        if len(numbered) < 2 or labels.keys() != set(numbered):
+        if not numbered or labels.keys() != set(numbered):
             fields.reject("id2label", "must have a name for each of 0, 1 and so on")
             return None
         return Classifier(tuple(str(labels[index]) for index in numbered))
@@ -336,3 +335,12 @@ def generation_config_json(
     """Build the generation_config.json with the BOS, EOS and padding tokens."""
     ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def _padding(bos: int | None, eos: int | list[int] | None, pad: int | None, *, answers: bool) -> int | None:
+    """Return the padding token of a classifier, without which transformers rejects batches of several texts.
+    It scores the last other token; ``answers`` of a reward model end with EOS, which is then not padding."""
+    ends = eos if isinstance(eos, list) else [eos]
+    if answers and bos is not None and (pad is None or pad in ends):
+        return bos
+    return ends[0] if pad is None else pad

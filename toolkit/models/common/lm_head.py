@@ -20,7 +20,8 @@ class OutputHead(nn.Module):
     """Maps hidden states to logits, or directly to the loss, so that a sharded head is gathered only once.
 
     Attributes:
-        reduction: reduction of the token losses as in torch: "sum" (a scalar) or "none" (T,).
+        reduction: reduction of the token losses as in torch: "sum" (a scalar) or "none" (T,); or "scores", of
+            a classification head.
     """
 
     reduction = "sum"

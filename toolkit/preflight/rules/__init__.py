@@ -47,7 +47,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "finetune": ("finetune",),
     "nf4": ("finetune.lora.quantize_base",),
     "float8": ("model.converters",),
-    "classification": ("finetune.classification",),
+    "classification": ("finetune.classification", "finetune.objective"),
     "data": (),
     "corpora": (
         "data.text_column",

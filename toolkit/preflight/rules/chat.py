@@ -7,7 +7,7 @@ from collections import Counter
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
 from toolkit.data.chat.shapes import unknown_names
-from toolkit.data.corpus import PREFERENCE
+from toolkit.data.corpus import PREFERENCE, UNPAIRED
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -46,14 +46,17 @@ def formats_act(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def pairs_are_compared(run: PlannedRun) -> list[Problem]:
-    """Check that pairs of answers are used only with an objective that compares them."""
-    paired = [corpus for corpus in corpora(run.config) if corpus.format == PREFERENCE]
+    """Check that preferences are used only with an objective that learns from them."""
+    paired = [corpus for corpus in corpora(run.config) if corpus.format in (PREFERENCE, UNPAIRED)]
     if not paired or run.config.finetune.compares:
         return []
     key = paired[0].format_key
+    if paired[0].format == UNPAIRED:
+        rule = f"rows may contain undesirable answers ({key}), and all would be trained on"
+        return [run.problem("finetune.objective", rule, 'set it to "kto"', key)]
     rule = f"rows contain a rejected answer next to the chosen one ({key}), and both would be trained on"
     columns = '{completion = "chosen"}'
-    objectives = '"dpo" (or cpo, simpo, orpo)'
+    objectives = '"dpo" (or kto, cpo, simpo, orpo, reward)'
     fix = f'set finetune.objective to {objectives}, or {key} to "prompt_completion" with columns = {columns}'
     return [run.problem("finetune.objective", rule, fix, key)]
 
@@ -71,6 +74,13 @@ def _unknown_column(run: PlannedRun, corpus: CorpusOptions) -> Problem | None:
             return None
         fix = f"set {corpus.column_key} instead, or {corpus.format_key} to the format of the conversations"
         return run.problem(corpus.columns_key, "plain text has one column, set by text_column", fix)
+    if (
+        corpus.format == PREFERENCE
+        and "margin" in corpus.columns
+        and run.config.finetune.objective != "reward"
+    ):
+        rule = "only reward models use margins"
+        return run.problem(corpus.columns_key, rule, "remove margin", "finetune.objective")
     wrong = unknown_names(corpus.format, corpus.columns)
     return (
         run.problem(corpus.columns_key, wrong, "write one of these on the left, and your column on the right")

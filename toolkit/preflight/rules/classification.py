@@ -20,7 +20,8 @@ def classes_valid(run: PlannedRun) -> list[Problem]:
     count, names = options.num_labels, options.label_names
     if count == 1:
         rule = "a classifier has at least two classes"
-        return [run.problem(f"{_TABLE}.num_labels", rule, "set it to at least 2, or remove it")]
+        fix = 'set it to at least 2, or remove it; finetune.objective = "reward" trains one score'
+        return [run.problem(f"{_TABLE}.num_labels", rule, fix)]
     if not count or not names:
         return []
     if len(names) != count:
@@ -36,12 +37,15 @@ def classes_valid(run: PlannedRun) -> list[Problem]:
 @rule()
 def classifier_has_a_class(run: PlannedRun) -> list[Problem]:
     """Check that transformers has the model with a classification head."""
-    if not run.config.finetune.classification.num_labels or run.model is None:
+    options = run.config.finetune
+    if not options.classes or run.model is None:
         return []
     form = spec(run.model.family).hf_config()
     if form.classifies:
         return []
     rule = f"transformers has no {form.classifier}, which could read the trained model"
+    if options.objective == "reward":
+        return [run.problem("finetune.objective", rule, "use another model", "model.name")]
     return [run.problem(f"{_TABLE}.num_labels", rule, "set it to 0, or use another model", "model.name")]
 
 
@@ -59,7 +63,7 @@ def classifier_reads_labels(run: PlannedRun) -> list[Problem]:
 @rule()
 def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
     """Check that no option of the LM head is set."""
-    if not run.config.finetune.classification.num_labels:
+    if not run.config.finetune.classes:
         return []
     asked = {
         "model.tie_embeddings": (run.config.model.tie_embeddings is True, "has no head to tie"),
@@ -76,7 +80,9 @@ def classifier_has_no_vocabulary_head(run: PlannedRun) -> list[Problem]:
         for name in ("dataset", "dataset_path")
     }
     return [
-        run.problem(key, f"a classifier {why}", "remove it") for key, (set_, why) in asked.items() if set_
+        run.problem(key, f"a classifier or reward model {why}", "remove it")
+        for key, (set_, why) in asked.items()
+        if set_
     ]
 
 

@@ -9,7 +9,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.config.name_patterns import unmatched
 from toolkit.config.schema import DEFAULT
 from toolkit.data.build import corpora
-from toolkit.data.corpus import PREFERENCE
+from toolkit.data.corpus import PREFERENCE, UNPAIRED
 from toolkit.data.run_data import BASE_CORPUS
 from toolkit.errors import CheckpointError, DataError, Problem, did_you_mean, first_few
 from toolkit.finetune.parameters import (
@@ -212,38 +212,21 @@ def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def dpo_has_a_reference(run: PlannedRun) -> list[Problem]:
-    """Check that only an adapter is trained, so that the base model can be the reference."""
-    options, key = run.config.finetune, "finetune.objective"
-    if options.objective != "dpo":
-        return []
-    if not options.adds:
-        rule = "the reference is the model without its adapter, and this run has no adapter"
-        fix = (
-            'set finetune.adapter = "lora" (or prefix_tuning, llama_adapter), or it to "simpo" (or cpo, orpo)'
-        )
-        return [run.problem(key, rule, fix)]
-    if options.trainable:
-        rule = "it trains parts of the model, which without its adapter would no longer be the reference"
-        return [run.problem("finetune.trainable", rule, "leave it empty")]
-    if options.adapter_path:
-        rule = "the reference, the model without its adapter, would not contain this adapter"
-        fix = "merge it into the model (llama-toolkit convert merge), and start from the result"
-        return [run.problem("finetune.adapter_path", rule, fix)]
-    return []
-
-
-@rule()
 def pairs_are_read(run: PlannedRun) -> list[Problem]:
     """Check that each corpus has pairs of answers, and that answers cannot attend to each other."""
     if not run.config.finetune.compares:
         return []
     if run.config.finetune.classification.num_labels:
         rule = "a classifier generates no answers to compare"
+        if run.config.finetune.objective == "reward":
+            rule = "a reward model has one score instead of classes"
         return [run.problem("finetune.objective", rule, 'set it to "sft"')]
     trained = [corpus for corpus in corpora(run.config) if corpus.table != BASE_CORPUS]
-    keys = {corpus.format_key for corpus in trained if corpus.format != PREFERENCE}
+    formats = (PREFERENCE, UNPAIRED) if run.config.finetune.unpaired else (PREFERENCE,)
+    keys = {corpus.format_key for corpus in trained if corpus.format not in formats}
     rule = "the objective needs rows with two answers to one prompt"
+    if run.config.finetune.unpaired:
+        rule += f', or with one answer and its label ("{UNPAIRED}")'
     objective = "finetune.objective"
     problems = [run.problem(key, rule, f'set {key} to "{PREFERENCE}"', objective) for key in sorted(keys)]
     if not run.config.data.document_mask:
@@ -252,6 +235,14 @@ def pairs_are_read(run: PlannedRun) -> list[Problem]:
     if run.config.data.train_on == "all":
         rule = "the objective compares the answers of a pair, not their common prompt"
         problems.append(run.problem("data.train_on", rule, 'set it to "assistant" or "last_assistant"'))
+    if run.config.finetune.objective == "reward":
+        rule = "a reward model scores whole conversations, and trains on no single tokens"
+        unused = {"train_on": "last_assistant", "mask_empty_thinking": True}
+        problems += [
+            run.problem(f"data.{name}", rule, "remove it", objective)
+            for name, value in unused.items()
+            if getattr(run.config.data, name) == value
+        ]
     return problems
 
 

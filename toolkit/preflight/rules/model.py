@@ -54,7 +54,7 @@ def name_readable() -> str:
 @rule()
 def classifier_configured(run: PlannedRun) -> list[Problem]:
     """Check that a config.json of a classifier comes with labeled data."""
-    if run.model is None or run.model.classifier is None or run.config.finetune.classification.num_labels:
+    if run.model is None or run.model.classifier is None or run.config.finetune.classes:
         return []
     labels = run.model.classifier.labels
     rule = f"the model of {run.model_label} is a classifier of {len(labels)} classes"
