@@ -101,7 +101,7 @@ def train(folder: Path, name: str, ranks: int, arguments: list[str], config: str
 
 
 def first_difference(folder: Path, name: str) -> str:
-    """What compare-runs says of a run beside that of one process."""
+    """The first step and quantity in which a run differs from that of one process."""
     first, other = (compare_runs.read_steps(place_of(folder, run)) for run in (ONE, name))
     for step in sorted(first):
         if lines := compare_runs.difference(first[step], other[step]):

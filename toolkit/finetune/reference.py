@@ -104,7 +104,7 @@ class StoredReference:
                 it for each in self.loaders for it in each.every_row(dp_rank=dp_rank, dp_size=dp_size)
             ):
                 prepared = model_parts.prepare(batch, self.device)
-                sums_BWC = objective.log_probs(prepared, model_parts._forward)
+                sums_BWC = objective.log_probs(prepared, model_parts.forward)
                 if sums_BWC is not None:
                     numbers_BW = prepared["conversations"]
                     assert numbers_BW is not None
