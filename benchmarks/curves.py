@@ -176,7 +176,9 @@ def main() -> None:
         what, layouts = f"{CONFIG} with `{' '.join(_SMALL)}`", BITWISE_RUNS
         common = [*common, *_SMALL, _FINGERPRINTS]
         one = [*common, *BITWISE]
-    folder = options.folder / f"{Path(config).stem}-{options.layouts}" / options.precision / str(options.steps)
+    folder = (
+        options.folder / f"{Path(config).stem}-{options.layouts}" / options.precision / str(options.steps)
+    )
     runs = {ONE: train(folder, ONE, 1, one, config)}
     for name, (ranks, layout) in layouts.items():
         runs[name] = train(folder, name, ranks, [*common, *layout], config)
