@@ -39,7 +39,7 @@ UNTUNED, TUNED = 0.6, 0.9
 """Bounds of the share before and after training."""
 OBJECTIVES = {
     "DPO": (100, "--finetune.objective=dpo", "--optimizer.lr=1e-3"),
-    "KTO": (160, "--finetune.objective=kto", "--optimizer.lr=1.5e-3"),
+    "KTO": (300, "--finetune.objective=kto", "--optimizer.lr=7e-4"),
     "ORPO": (100, "--finetune.objective=orpo", "--finetune.orpo.beta=1", "--optimizer.lr=1e-3"),
     "SimPO": (100, "--finetune.objective=simpo", "--optimizer.lr=1e-3"),
 }
