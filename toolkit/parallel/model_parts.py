@@ -163,7 +163,7 @@ class ModelParts(ABC):
         try:
             with torch.no_grad():
                 for batch in batches:
-                    self._forward(batch)
+                    self.forward(batch)
         finally:
             for model in self.models:
                 model.block_sums.counts = False
@@ -177,7 +177,7 @@ class ModelParts(ABC):
         """Implement :meth:`backward`; return the rows, with metrics of blocks not yet scaled."""
 
     @abstractmethod
-    def _forward(self, batch: MicroBatch) -> Tensor | None:
+    def forward(self, batch: MicroBatch) -> Tensor | None:
         """Run a prepared micro-batch; return the output of the last stage, if it is on this rank."""
 
     @abstractmethod
@@ -232,10 +232,10 @@ class SingleModel(ModelParts):
         return self._objective(batch)[1] * self.is_loss_rank
 
     def _objective(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        batch = self.objective.with_reference(batch, self.models, self._forward)
-        return self.objective(self._forward(batch), batch)
+        batch = self.objective.with_reference(batch, self.models, self.forward)
+        return self.objective(self.forward(batch), batch)
 
-    def _forward(self, batch: MicroBatch) -> Tensor:
+    def forward(self, batch: MicroBatch) -> Tensor:
         return self.model(
             batch["tokens"],
             positions=batch["positions"],

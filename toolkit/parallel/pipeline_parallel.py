@@ -165,7 +165,7 @@ class Pipeline(ModelParts):
 
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
         split = [micro_batch for batch in batches for micro_batch in self._split(batch)]
-        split = [self.objective.with_reference(batch, self.models, self._forward) for batch in split]
+        split = [self.objective.with_reference(batch, self.models, self.forward) for batch in split]
         tokens, positions, documents, labels = self._inputs(split)
         self._fields = {name: _concat(split, name) for name in self.objective.fields}
         self._scale, self._rows_per_batch = scale, len(tokens) // len(batches)
@@ -294,13 +294,13 @@ class Pipeline(ModelParts):
     # Evaluation
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        batch = self.objective.with_reference(batch, self.models, self._forward)
-        output = self._forward(batch)
+        batch = self.objective.with_reference(batch, self.models, self.forward)
+        output = self.forward(batch)
         if output is None:
             return torch.zeros_like(self._totals[0])
         return self.objective(output, batch)[1] * self.is_loss_rank
 
-    def _forward(self, batch: MicroBatch) -> Tensor | None:
+    def forward(self, batch: MicroBatch) -> Tensor | None:
         """Run ``batch``, of any shape, through all stages in turn. Returns the output on the rank of the last
         stage."""
         tokens, positions, documents, labels = self._inputs([batch])
