@@ -45,8 +45,7 @@ DATA_PARALLEL: dict[str, Layout] = {
 }
 DEBUG_MODEL = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 768}
 PIPELINES: dict[str, dict[str, Any]] = {
-    schedule: MESHES["pp"]
-    | {"pipeline_parallel_microbatch_size": 1, "pipeline_parallel_schedule": schedule}
+    schedule: MESHES["pp"] | {"pipeline_parallel_microbatch_size": 1, "pipeline_parallel_schedule": schedule}
     for schedule in ("1F1B", "GPipe", "Interleaved1F1B")
 }
 BF16 = {"training": {"mixed_precision_param": "bfloat16"}}

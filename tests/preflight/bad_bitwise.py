@@ -22,7 +22,9 @@ CASES: list[Bad] = [
         prepare=lambda folder: (folder / "schedule.csv").write_text("0F0\n1F0\n"),
     ),
     bad(RUNS, f"{PIPELINE}microbatch_size=4 {PP} {ON}", "must divide training.local_batch_size", world=2),
-    bad(RUNS, f"{PP} {PIPELINE}microbatch_size=2 model.name=experts {ON}", "losses of their routers", world=2),
+    bad(
+        RUNS, f"{PP} {PIPELINE}microbatch_size=2 model.name=experts {ON}", "losses of their routers", world=2
+    ),
     bad(RUNS, f"parallelism.expert_parallel_degree=2 model.name=experts {ON}", "of several ranks", world=2),
     bad(RUNS, f"parallelism.fsdp_sync_each_batch=false {ON}", "of each micro-batch", "set it to true"),
     bad(

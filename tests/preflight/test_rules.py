@@ -17,6 +17,7 @@ from tests.preflight import (
     bad_chat,
     bad_classification,
     bad_data,
+    bad_evaluation,
     bad_experts,
     bad_finetune,
     bad_float8,

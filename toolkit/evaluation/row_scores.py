@@ -115,7 +115,7 @@ def scores_for_losses(head: OutputHead | None) -> Iterator[None]:
     def scores(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
         is_label_T = labels_T != IGNORED_LABEL
         kept_T = is_label_T.clone()
-        kept_T[0] = True  # at least one row, which tensor-parallel ranks gather
+        kept_T[0] |= ~kept_T.any()  # tensor-parallel ranks gather at least one row
         chunks = zip(h_TD[kept_T].split(_CHUNK_TOKENS), labels_T[kept_T].split(_CHUNK_TOKENS), strict=True)
         found = [_score_labels(head.logits(h, weight_VD), labels.clamp(min=0)) for h, labels in chunks]
         scores_T2 = torch.zeros(len(labels_T), 2, dtype=torch.float64, device=h_TD.device)

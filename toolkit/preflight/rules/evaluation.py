@@ -25,12 +25,12 @@ def tasks_can_be_scored(run: PlannedRun) -> list[Problem]:
     if run.config.finetune.classification.num_labels:
         fix = "remove it; validation.enable reports accuracy and F1"
         return [run.problem(_KEY, "a classifier predicts no tokens, which tasks score", fix)]
-    if find_spec("lm_eval") is None:
-        return [run.problem(_KEY, "the package lm-eval is not installed", install_command("eval"))]
     folder = expand_user(options.task_folder) if options.task_folder else None
     if folder and not folder.is_dir():
         fix = "name the folder of the YAML files"
         return [run.problem("evaluation.task_folder", "there is no such folder", fix)]
+    if find_spec("lm_eval") is None:
+        return [run.problem(_KEY, "the package lm-eval is not installed", install_command("eval"))]
     index = _task_index(options.tasks, folder)
     if unknown := [name for name in options.tasks if name not in index]:
         hint = "`lm-eval ls tasks` lists its tasks; evaluation.task_folder adds those of a folder"
