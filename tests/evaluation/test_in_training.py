@@ -61,7 +61,7 @@ def write_tasks(folder: Path) -> None:
         doc_to_choice="{{choices}}",
         doc_to_target="0",
     )
-    texts = ["Mia had a toy. " * 200, "Tim went to the park. He saw a big dog.", "The end."]
+    texts = [" ".join(["Mia had a toy."] * 90), "Tim went to the park. He saw a big dog.", "The end."]
     task(
         "tiny_texts",
         [{"text": text} for text in texts],
@@ -76,7 +76,7 @@ def write_tasks(folder: Path) -> None:
         "perplexity acc",
         output_type="loglikelihood",
         doc_to_text="{{context}}",
-        doc_to_target="{{word}}",
+        doc_to_target=" {{word}}",
     )
 
 

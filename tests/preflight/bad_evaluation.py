@@ -12,7 +12,11 @@ CASES: list[Bad] = [
         "evaluation.task_folder=none evaluation.tasks=arc_easy",
         "there is no such folder",
     ),
-    bad("options_act", "checkpoint.keep_best_metric=eval/a/acc", "with checkpoint.keep_best = false"),
+    bad(
+        "options_act",
+        "checkpoint.keep_best_metric=eval/a/acc checkpoint.enable",
+        "with checkpoint.keep_best = false",
+    ),
     bad("checkpoints_can_be_saved", f"checkpoint.keep_best_metric=acc {_SAVED}", "no metric", "eval/TASK"),
     bad(
         "checkpoints_can_be_saved",

@@ -441,6 +441,8 @@ PARTS = (
     bad_chat,
     bad_classification,
     bad_data,
+    bad_evaluation,
+    bad_evaluation,
     bad_mixture,
     bad_streaming,
     bad_finetune,

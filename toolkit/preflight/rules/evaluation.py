@@ -77,7 +77,7 @@ def _members(index: Mapping[str, Any], name: str) -> Iterator[tuple[str, Mapping
     members = settings.get("task") if "group" in settings else [] if entry.cfg else sorted(entry.tags)
     for member in members or []:
         if isinstance(member, dict):
-            named = member.get("task") or member.get("group")
+            named = str(member.get("task") or member.get("group"))
             yield named, member
             member = named
         if member != name:

@@ -18,8 +18,7 @@ def checkpoints_can_be_saved(run: PlannedRun) -> list[Problem]:
         )
         near = options.interval * -(-options.keep_every_n // options.interval)
         problems.append(run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}"))
-    if options.keep_best:
-        problems += _best(run)
+    problems += _best(run)
     if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
         rule = "pinned memory is for copies from a GPU, and this device is a CPU"
         problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
@@ -37,6 +36,8 @@ def _best(run: PlannedRun) -> Iterator[Problem]:
     by_task = metric != "validation_loss"
     if by_task and not (metric.startswith("eval/") and metric.count("/") >= 2):
         yield run.problem(key, "is no metric of a checkpoint", "use validation_loss, or eval/TASK/METRIC")
+    elif not options.keep_best:
+        return
     elif by_task and not evaluation.tasks:
         yield run.problem(key, "is a score on a task, and there is none", "set evaluation.tasks")
     elif not by_task and not validation.enable:
