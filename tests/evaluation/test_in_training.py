@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from tests.helpers import run_world
@@ -116,6 +117,9 @@ def _on_each_mesh(folder: str, layouts: list[str]) -> dict[str, list[dict[str, f
         trainer = prepare(Path(folder, layout), Path(folder, "tasks"), mesh=mesh, checkpoint=checkpoint)
         trainer.train()
         found[layout] = scores(trainer)
+        last = dist.get_world_size() - 1
+        stopped = trainer.evaluation.run(trainer.train_state, stop=lambda last=last: dist.get_rank() == last)
+        assert stopped is None, "one rank was asked to stop"
         assert all(model.training for model in trainer.model_parts.models)
     return found
 
