@@ -210,7 +210,7 @@ def test_the_step_with_the_best_score_is_kept_and_resumed(folder: Path) -> None:
 
 
 def _refused(folder: str) -> list[str]:
-    """What is said of tasks and metrics that only show when a task is loaded."""
+    """Errors about tasks and metrics that only show when a task is loaded."""
     told = []
     for metric in ("eval/tiny_choices/exact_match", "eval/none/acc"):
         saving = {"keep_best": True, "keep_best_metric": metric}

@@ -17,7 +17,12 @@ CASES: list[Bad] = [
         "checkpoint.keep_best_metric=eval/a/acc checkpoint.enable",
         "with checkpoint.keep_best = false",
     ),
-    bad("checkpoints_can_be_saved", f"checkpoint.keep_best_metric=acc {_SAVED}", "no metric", "eval/TASK"),
+    bad(
+        "checkpoints_can_be_saved",
+        f"checkpoint.keep_best_metric=acc {_SAVED}",
+        "is not a metric",
+        "eval/TASK",
+    ),
     bad(
         "checkpoints_can_be_saved",
         f"checkpoint.keep_best_metric=eval/a/acc {_SAVED}",

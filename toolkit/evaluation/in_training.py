@@ -69,7 +69,7 @@ class InTraining:
     a ``multiple``; with ``full_batches``, batches are padded too.
 
     Attributes:
-        best_of: what ``best`` is measured on, or None if it is no score of a task.
+        best_of: what ``best`` is measured on, or None if it is not a score of a task.
 
     Raises:
         ConfigError: a task does not exist, generates text, or lacks the metric ``best``.

@@ -35,7 +35,7 @@ def _best(run: PlannedRun) -> Iterator[Problem]:
     key, metric = "checkpoint.keep_best_metric", options.keep_best_metric
     by_task = metric != "validation_loss"
     if by_task and not (metric.startswith("eval/") and metric.count("/") >= 2):
-        yield run.problem(key, "is no metric of a checkpoint", "use validation_loss, or eval/TASK/METRIC")
+        yield run.problem(key, "is not a metric of a checkpoint", "use validation_loss, or eval/TASK/METRIC")
     elif not options.keep_best:
         return
     elif by_task and not evaluation.tasks:
