@@ -371,7 +371,7 @@ class Trainer:
         static = bool(self.config.compile.enable or self.config.model.converters)
         shards = self.model_parts.shards
         multiple = (shards.chunks if shards else 1) * (self.mesh.tp.size() if self.mesh.tp else 1)
-        return {"multiple": self.config.training.seq_len if static else multiple, "full_batches": static}
+        return {"multiple": self.config.training.seq_len if static else multiple, "few_shapes": static}
 
     # Reporting
 

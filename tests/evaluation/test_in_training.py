@@ -197,6 +197,7 @@ def _best(folder: str) -> list[tuple[list[int], int, float]]:
 
         trainer.evaluation._tasks.run = results
         trainer.train()
+        dist.barrier()  # rank 0 has deleted the checkpoints that are not kept
         written = read_manifest(trainer.checkpointer.step_folder)["run"]
         kept = committed_steps(trainer.checkpointer.manager.folder)
         found.append((kept, written["best_step"], written["best_validation"]))

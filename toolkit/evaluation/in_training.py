@@ -42,9 +42,9 @@ class _PartsScorer(RowScorer):
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
-    def __init__(self, model_parts: ModelParts, *, multiple: int, full_batches: bool, **ranks: Any):
+    def __init__(self, model_parts: ModelParts, *, multiple: int, few_shapes: bool, **ranks: Any):
         super().__init__(is_loss_rank=model_parts.is_loss_rank, **ranks)
-        self.multiple, self.full_batches = multiple, full_batches
+        self.multiple, self.few_shapes = multiple, few_shapes
         self._model_parts = model_parts
 
     def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
@@ -66,7 +66,7 @@ class InTraining:
     """The tasks of ``options``, loaded once.
 
     ``best`` is the metric of the best checkpoint or "". Rows have at most ``length`` tokens and are padded to
-    a ``multiple``; with ``full_batches``, batches are padded too.
+    a ``multiple``; ``few_shapes`` is as in :class:`RowScorer`.
 
     Attributes:
         best_of: what ``best`` is measured on, or None if it is not a score of a task.
@@ -87,7 +87,7 @@ class InTraining:
         best: str,
         length: int,
         multiple: int,
-        full_batches: bool,
+        few_shapes: bool,
     ):
         self._options, self._model_parts = options, model_parts
         folder = expand_user(options.task_folder) if options.task_folder else None
@@ -98,7 +98,7 @@ class InTraining:
             raise ConfigError(Problem("it generates text", fix, "evaluation.tasks", name))
         self._scorer = _PartsScorer(
             model_parts, batch_size=options.batch_size, device=device, multiple=multiple,
-            full_batches=full_batches, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size,
+            few_shapes=few_shapes, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size,
         )  # fmt: skip
         self._model = TaskModel(self._scorer, None, tokenizer, length=length // multiple * multiple)
         self._best, self.best_of, self._sign = best, None, 1

@@ -44,10 +44,11 @@ class Score(NamedTuple):
 
 class RowScorer(ABC):
     """Scores rows, ``batch_size`` at a time. ``is_loss_rank`` is true on one rank of each pp and tp group.
-    Rows are padded to a ``multiple`` of tokens, and with ``full_batches`` batches to ``batch_size`` rows."""
+    Rows are padded to a ``multiple`` of tokens; with ``few_shapes``, to a power of two of it, and batches to
+    ``batch_size`` rows."""
 
     multiple = 1
-    full_batches = False
+    few_shapes = False
 
     def __init__(
         self, *, batch_size: int, device: torch.device, dp_rank: int, dp_size: int, is_loss_rank: bool
@@ -84,9 +85,11 @@ class RowScorer(ABC):
     def _batch(self, rows: Sequence[ScoredRow], indices: Sequence[int]) -> MicroBatch:
         """Pad rows at their end; if there are none, return one row without labels."""
         inputs = [[*rows[index].context, *rows[index].continuation[:-1]] for index in indices]
-        inputs += [[0]] * ((self.batch_size if self.full_batches else 1) - len(inputs))
-        length = -(-max(map(len, inputs)) // self.multiple) * self.multiple
-        tokens_BS = torch.zeros(len(inputs), length, dtype=torch.int64)
+        inputs += [[0]] * ((self.batch_size if self.few_shapes else 1) - len(inputs))
+        parts = -(-max(map(len, inputs)) // self.multiple)
+        if self.few_shapes:
+            parts = 1 << (parts - 1).bit_length()
+        tokens_BS = torch.zeros(len(inputs), parts * self.multiple, dtype=torch.int64)
         labels_BS, rows_BS = torch.full_like(tokens_BS, IGNORED_LABEL), torch.zeros_like(tokens_BS)
         for row, ids in enumerate(inputs):
             tokens_BS[row, : len(ids)] = torch.tensor(ids)
