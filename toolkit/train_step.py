@@ -43,12 +43,17 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     schedule_start: int = 0
-    best_validation: float | None = None
+    best_validation: float | None = None  # or another metric of keep_best, negated if higher is better
     best_step: int | None = None  # the step of best_validation
     best_of: str | None = None  # identity of the validation samples that best_validation was measured on
     before: dict[str, float] = field(default_factory=dict)  # losses before the first step
     health: dict[str, Any] = field(default_factory=dict)  # state of the [health] checks
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0 saves its own
+
+    def note_best(self, value: float) -> None:
+        """Record the step if ``value``, of which lower is better, is the lowest so far."""
+        if math.isfinite(value) and (self.best_validation is None or not self.best_validation <= value):
+            self.best_validation, self.best_step = value, self.step
 
 
 class TrainStep:

@@ -18,6 +18,7 @@ from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.cpu.memory import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
+from toolkit.data.build import run_tokenizer
 from toolkit.data.build_loader import training_loader
 from toolkit.data.run_data import RunData
 from toolkit.distributed import process_group
@@ -45,6 +46,7 @@ from toolkit.train_step import TrainState, TrainStep
 
 if TYPE_CHECKING:
     from toolkit.checkpointer import Checkpointer
+    from toolkit.evaluation.in_training import InTraining
     from toolkit.validate import Validator
 
 
@@ -85,6 +87,16 @@ class Trainer:
                 config, data, self.model_parts, device=device, average=average, **ranks
             )
             self.train_state.best_of = self.validation.loader.identity
+        self.evaluation: InTraining | None = None
+        if config.evaluation.tasks:
+            from toolkit.evaluation.in_training import InTraining
+
+            best = config.checkpoint.keep_best_metric if config.checkpoint.keep_best else ""
+            self.evaluation = InTraining(
+                config.evaluation, run_tokenizer(config), self.model_parts, self.mesh, device,
+                best=best, length=self.args.max_seq_len, **self._shape_of_rows(),
+            )  # fmt: skip
+            self.train_state.best_of = self.evaluation.best_of or self.train_state.best_of
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
         self.checkpointer: Checkpointer | None = None
         compute = self._prepare_reference(timer)
@@ -296,6 +308,8 @@ class Trainer:
             stop = result.stop
             if self.validation and self.validation.due(step, last=last) and not stop:
                 stop = self._validate(self.validation, speed, request, last=last)
+            if self.evaluation and self.evaluation.due(step, last=last) and not stop:
+                stop = self._evaluate(self.evaluation, speed, request)
             if self.checkpointer:
                 self.checkpointer.after_step(speed.exclude, last=last, stop=stop)
             self.log.advance(step)
@@ -368,6 +382,23 @@ class Trainer:
         if values is not None:
             self.record(values)
         return values is None
+
+    def _evaluate(self, evaluation: InTraining, speed: SpeedMeter, request: StopRequest) -> bool:
+        """Run the tasks; return True if a stop request cut them short."""
+        with speed.exclude("evaluation"):
+            scores = evaluation.run(self.train_state, stop=lambda: request.asked)
+        self.compile_clock()
+        if scores is not None:
+            self.record(scores)
+        return scores is None
+
+    def _shape_of_rows(self) -> dict[str, Any]:
+        """Return how tasks pad their rows: to a length that tp and cp can shard. Compiled blocks and float8
+        kernels have static shapes."""
+        static = bool(self.config.compile.enable or self.config.model.converters)
+        shards = self.model_parts.shards
+        multiple = (shards.chunks if shards else 1) * (self.mesh.tp.size() if self.mesh.tp else 1)
+        return {"multiple": self.config.training.seq_len if static else multiple, "few_shapes": static}
 
     # Reporting
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -70,9 +69,8 @@ class Validator:
             averaged |= {name.removeprefix("validation_"): value for name, value in scores.items()}
         if result is None:
             return None
-        loss, best = result["loss"], state.best_validation
-        if state.step and math.isfinite(loss) and (best is None or not best <= loss):
-            state.best_validation, state.best_step = loss, state.step
+        if state.step and state.best_of == self.loader.identity:  # not the best of a task
+            state.note_best(result["loss"])
         values = {f"validation_{name}": value for name, value in result.items()} | values
         values |= {f"validation_ema_{name}": value for name, value in averaged.items()}
         if state.step == 0:

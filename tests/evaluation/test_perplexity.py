@@ -21,7 +21,7 @@ from tests.models.small_llama import build, small
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
-from toolkit.evaluation import perplexity
+from toolkit.evaluation import perplexity, row_scores
 from toolkit.evaluation.perplexity import (
     Evaluator,
     ScoredRow,
@@ -107,7 +107,7 @@ def test_few_tokens_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         return inner(h, weight)
 
     monkeypatch.setattr(model.output, "logits", logits)
-    monkeypatch.setattr(perplexity, "_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(row_scores, "_CHUNK_TOKENS", 5)
     for found, score in zip(Evaluator(model).scores(rows), expected, strict=True):
         assert found.greedy == score.greedy
         assert found.log_likelihood == pytest.approx(score.log_likelihood, rel=1e-5)

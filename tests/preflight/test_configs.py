@@ -133,4 +133,5 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "debug",
         "compile",
         "validation",
+        "evaluation",
     }

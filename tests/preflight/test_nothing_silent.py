@@ -134,6 +134,7 @@ ACTS = {
     "activation_checkpoint.mode",
     "compile.enable",
     "validation.enable",
+    "evaluation.tasks",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
     "comm.trace_buf_size",
@@ -159,6 +160,8 @@ FREE = {
     "compile.cache_folder",
     "comm.save_traces_folder",
     "comm.save_traces_file_prefix",
+    "evaluation.tasks",  # which lm-eval knows: test_evaluation.py
+    "evaluation.task_folder",
     "validation.dataset_path",
     "validation.dataset_subset",
     "validation.dataset_split",

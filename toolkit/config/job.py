@@ -171,8 +171,11 @@ class Checkpoint(Table):
     keep_every_n: Annotated[Positive | None, _NOT_LOAD_ONLY] = None
     """Additionally keep every checkpoint whose step is a multiple of this; a multiple of interval."""
     keep_best: Annotated[bool, _NOT_LOAD_ONLY] = False
-    """Additionally keep the checkpoint with the lowest validation loss; validation.freq must be a multiple of
-    interval."""
+    """Additionally keep the checkpoint with the lowest validation loss, or the best keep_best_metric;
+    validation.freq, or evaluation.freq, must be a multiple of interval."""
+    keep_best_metric: Annotated[str, OnlyWith("checkpoint.keep_best", rejected=True)] = "validation_loss"
+    """Metric of keep_best: validation_loss, or eval/TASK/METRIC of a task in evaluation.tasks. lm-eval knows
+    whether higher is better."""
     load_step: Annotated[Literal[-1] | NonNegative, _SAVES] = -1
     """Step to resume from; -1 is the newest."""
     exclude_from_loading: list[

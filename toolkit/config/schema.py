@@ -17,6 +17,7 @@ from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstim
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
 from toolkit.config.training import (
     Data,
+    Evaluation,
     Loss,
     LRScheduler,
     Model,
@@ -63,6 +64,7 @@ class Config(Table):
     comm: Comm = Comm()
     memory_estimation: MemoryEstimation = MemoryEstimation()
     validation: Annotated[Validation, OnlyWith("validation.enable")] = Validation()
+    evaluation: Evaluation = Evaluation()
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -453,3 +453,24 @@ class Validation(Table):
     """Samples per validation over all ranks, the same ones on any mesh; replaces steps."""
     dataloader: DataLoader = DataLoader()
     base_corpus: Annotated[BaseCorpus, OnlyWith("validation.enable", rejected=True)] = BaseCorpus()
+
+
+_TASKS = Needs("evaluation.tasks")
+
+
+class Evaluation(Table):
+    """Scores on tasks of lm-eval during training, without an export."""
+
+    tasks: list[str] | None = None
+    """Names of tasks, groups and tags of lm-eval, or of task_folder, to run every freq steps and after the
+    last step. Tasks that generate text are not supported."""
+    task_folder: Annotated[str | None, _TASKS, LocalPath()] = None
+    """Folder of YAML files with further tasks."""
+    freq: Annotated[Positive, _TASKS] = 1000
+    """Steps between evaluations."""
+    few_shot: Annotated[NonNegative | None, _TASKS] = None
+    """Examples in each prompt; by default the task's number."""
+    limit: Annotated[Positive | None, _TASKS] = None
+    """Maximum number of examples of each task; by default all."""
+    batch_size: Annotated[BatchSize, _TASKS] = 8
+    """Rows per forward on each data-parallel rank."""

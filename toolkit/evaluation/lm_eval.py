@@ -13,22 +13,28 @@ Every rank runs all of lm-eval and requests all rows; the evaluator shards them 
 
 from __future__ import annotations
 
+import io
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lm_eval import simple_evaluate
 from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, did_you_mean
-from toolkit.evaluation.perplexity import Evaluator, ScoredRow, first_token, rolling_windows
+from toolkit.evaluation.perplexity import first_token, rolling_windows
+from toolkit.evaluation.row_scores import RowScorer, ScoredRow
 from toolkit.generation.generator import Generator
 from toolkit.generation.sampling import Sampling
 
@@ -42,16 +48,18 @@ _UNSUPPORTED_TASKS = {
 }
 _TOP_K = 50  # transformers' default when sampling
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
+_SEED = 1234  # lm-eval's default
 
 
 class TaskModel(TemplateLM):
     """lm-eval's interface to a model. ``length`` is the maximum input length, at most the model's context.
-    Generation stops at EOS and at ``eos_ids``, by default the tokenizer's stop ids."""
+    Generation stops at EOS and at ``eos_ids``, by default the tokenizer's stop ids; without a ``generator``,
+    tasks that generate text cannot be run."""
 
     def __init__(
         self,
-        evaluator: Evaluator,
-        generator: Generator,
+        evaluator: RowScorer,
+        generator: Generator | None,
         tokenizer: Tokenizer,
         *,
         length: int,
@@ -117,6 +125,8 @@ class TaskModel(TemplateLM):
         return texts
 
     def _generate(self, contexts: list[str], kwargs: dict[str, Any]) -> list[str]:
+        if self._generator is None:
+            raise DataError("a task generates text, which is not supported during training")
         options, sampling = _generation_options(kwargs)
         until: list[str] = [text for text in options["until"] if text]
         new_tokens = options["max_gen_toks"]
@@ -177,8 +187,11 @@ def _generation_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Samp
     return options, Sampling(**sampled)
 
 
-def load_tasks(names: Sequence[str], *, folder: Path | None = None) -> list[Task | Group]:
+def load_tasks(
+    names: Sequence[str], *, folder: Path | None = None, key: str = "--tasks"
+) -> list[Task | Group]:
     """Load tasks and groups by name, with their data, from the YAML files in ``folder`` or from lm-eval.
+    ``key`` is the option that has the names.
 
     Raises:
         ConfigError: a task does not exist.
@@ -190,7 +203,7 @@ def load_tasks(names: Sequence[str], *, folder: Path | None = None) -> list[Task
     if unknown := [name for name in names if name not in manager.all_tasks]:
         hint = "`lm-eval ls tasks` lists its tasks; --task-folder adds those of a folder"
         fix = did_you_mean(unknown[0], manager.all_tasks, hint)
-        raise ConfigError(Problem("there is no such task", fix, "--tasks", unknown[0]))
+        raise ConfigError(Problem("there is no such task", fix, key, unknown[0]))
     return [loaded for name in names for loaded in _load(manager, name)]
 
 
@@ -223,7 +236,7 @@ def run_tasks(
         DataError: a task cannot be run: it has fewer examples than ``few_shot``, or its templates or code
             fail on an example.
     """
-    try:
+    with _errors_of_tasks(few_shot, "--few-shot"):
         return simple_evaluate(
             model,
             tasks=list(tasks),
@@ -233,23 +246,73 @@ def run_tasks(
             log_samples=False,
             bootstrap_iters=1000,
         )
+
+
+class PreparedTasks:
+    """Tasks to run again and again, as :func:`run_tasks` does it, but with the results on every rank and
+    without standard errors."""
+
+    def __init__(self, tasks: Sequence[Task | Group], *, few_shot: int | None, limit: int | None):
+        self._loaded = TaskManager(include_defaults=False).load(list(tasks))
+        self._few_shot, self._limit = few_shot, limit
+        for task in self._loaded["tasks"].values():
+            own = task.get_config("num_fewshot")  # a task without examples stays so, as in simple_evaluate
+            task.set_config("num_fewshot", (own or 0) if few_shot is None or own == 0 else few_shot)
+
+    def first_that_generates(self) -> str | None:
+        tasks = self._loaded["tasks"].items()
+        return next((name for name, task in tasks if task.OUTPUT_TYPE == "generate_until"), None)
+
+    def higher_is_better(self, name: str, metric: str) -> bool | None:
+        """Return whether higher is better in a task, or in all tasks of a group; None if it is unknown."""
+        group, task = self._loaded["groups"].get(name), self._loaded["tasks"].get(name)
+        tasks = group.get_all_tasks() if group else [task] if task else []
+        found = {it.higher_is_better().get(metric) for it in tasks}
+        return found.pop() if len(found) == 1 else None
+
+    def run(self, model: TaskModel) -> dict[str, Any]:
+        """Return lm-eval's results.
+
+        Raises:
+            DataError: as :func:`run_tasks`.
+        """
+        random.seed(_SEED)
+        np.random.seed(_SEED)  # all ranks build the same requests
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=_SEED)
+        # lm-eval has progress bars that cannot be turned off.
+        with _errors_of_tasks(self._few_shot, "evaluation.few_shot"), redirect_stderr(io.StringIO()):
+            return evaluate(model, self._loaded, limit=self._limit, bootstrap_iters=0, log_samples=False)
+
+
+@contextmanager
+def _errors_of_tasks(few_shot: int | None, key: str) -> Iterator[None]:
+    """Raise other errors than the model's and torch's as a DataError; ``key`` is the option of
+    ``few_shot``."""
+    try:
+        yield
     except (ToolkitError, RuntimeError, AssertionError):  # raised by the model or torch
         raise
     except Exception as error:  # examples, templates and task code may raise any error
         fix = "correct the task's YAML file or its data"
         if few_shot:
-            fix = f"use a smaller --few-shot if a task has at most {few_shot} examples; else {fix}"
+            fix = f"use a smaller {key} if a task has at most {few_shot} examples; else {fix}"
         raise DataError(f"lm-eval cannot run the tasks: {error}\n  fix:  {fix}") from error
 
 
 def result_lines(results: dict[str, Any]) -> Iterator[str]:
     """Format one line per task and metric: task, metric, filter if any, value and standard error."""
-    for task, values in results["results"].items():
-        for key, value in values.items():
+    for task, metric, kind, value in values(results):
+        error = results["results"][task].get(f"{metric}_stderr,{kind}")
+        spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+        filtered = "" if kind == "none" else f" ({kind})"
+        yield f"{task:30} {metric + filtered:30} {value:.4f}{spread}"
+
+
+def values(results: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    """Yield task, metric, filter ("none" for none) and value."""
+    for task, found in results["results"].items():
+        for key, value in found.items():
             metric, comma, kind = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, float | int):
-                continue
-            error = values.get(f"{metric}_stderr,{kind}")
-            spread = f" ± {error:.4f}" if isinstance(error, float) else ""
-            filtered = "" if kind == "none" else f" ({kind})"
-            yield f"{task:30} {metric + filtered:30} {value:.4f}{spread}"
+            if comma and not metric.endswith("_stderr") and isinstance(value, float | int):
+                yield task, metric, kind, value

@@ -56,6 +56,7 @@ def format_line(step: int, total_steps: int, values: Mapping[str, Any], *, color
             parts.append((key, template.format(values[key])))
     if values.get("step_seconds") and values.get("data_seconds") is not None:
         parts.append(("wait", f"wait {values['data_seconds'] / values['step_seconds']:.1%}"))
+    parts += [(key, f"{key[5:]} {value:.4f}") for key, value in values.items() if key.startswith("eval/")]
     for key, value in values.items():
         if key.endswith("_seconds") and key not in _HIDDEN and value >= 0.05:  # smaller values round to 0.0
             parts.append((key, f"{key.removesuffix('_seconds')} {value:.1f} s"))

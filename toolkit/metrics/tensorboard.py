@@ -70,8 +70,10 @@ def _silence_writer_thread() -> None:
 
 
 def tag(key: str) -> str:
-    """Return the TensorBoard tag of a ``metrics.jsonl`` key: train/, validation/, base_corpus/, speed/ or
-    memory/."""
+    """Return the TensorBoard tag of a ``metrics.jsonl`` key: train/, validation/, eval/, base_corpus/, speed/
+    or memory/."""
+    if key.startswith("eval/"):
+        return key
     if key in _SPEED or key.endswith("_seconds"):
         return "speed/" + key
     for group in ("validation", "base_corpus", "memory"):
