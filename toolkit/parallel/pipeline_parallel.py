@@ -75,8 +75,8 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
-        batches, rest = divmod(bwd_chunk_id + 1, self.per_batch)
-        if self.bitwise is not None and not rest and bwd_chunk_id + 1 < (self.chunks or 0):
+        done = bwd_chunk_id + 1
+        if self.bitwise is not None and done % self.per_batch == 0 and done < (self.chunks or 0):
             self.bitwise.last = False
             self.perform_reduce_grad(1)
             self.bitwise.last = True
@@ -301,7 +301,7 @@ class Pipeline(ModelParts):
         batch = self.objective.with_reference(batch, self.models, self.forward)
         output = self.forward(batch)
         if output is None:
-            return torch.zeros_like(self._totals[0])
+            return self._totals.new_zeros(1 + len(self.objective.names))
         return self.objective(output, batch)[1] * self.is_loss_rank
 
     def forward(self, batch: MicroBatch) -> Tensor | None:
