@@ -149,9 +149,9 @@ class BitwiseSums:
         """Note the seed of the step, which is the same on all ranks."""
         self._seed = torch.initial_seed()
 
-    def seed(self, micro_batch: int, stage: int = 0) -> None:
-        """Draw the random numbers of this rank's ``micro_batch`` by its index in the global batch."""
-        seed_step(self._seed, micro_batch * self.mesh.dp_size + self.mesh.dp_rank, stage)
+    def seed(self, batch: int, part: int = 0) -> None:
+        """Draw the random numbers of a part of this rank's ``batch`` by its index in the global batch."""
+        seed_step(self._seed, batch * self.mesh.dp_size + self.mesh.dp_rank, part)
 
     def reduce_scatter(self, mesh: DeviceMesh, memory: SharedMemory | None) -> OrderedReduceScatter:
         """Return the reduce-scatter of an FSDP unit on ``mesh``, through shared ``memory`` if there is

@@ -121,9 +121,9 @@ class ModelParts(ABC):
             return
         with torch.no_grad():
             rows = []
-            for index, batch in enumerate(batches):
+            for index, part, batch in self._micro_batches(batches):
                 if self.bitwise:
-                    self.bitwise.seed(index)
+                    self.bitwise.seed(index, part)
                 rows.append(objective.measure(batch, self.models, self.forward))
         device = next(self.models[0].parameters()).device if not rows else rows[0].device
         sums = torch.zeros(1, objective.measures, dtype=torch.float64, device=device)
@@ -134,6 +134,10 @@ class ModelParts(ABC):
             objective.measured = sums.sum(0)
             dist.all_reduce(objective.measured)
         self.end_evaluation()
+
+    def _micro_batches(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[int, int, MicroBatch]]:
+        """Yield what runs at a time, with the index of its batch and its own within that."""
+        return ((index, 0, batch) for index, batch in enumerate(batches))
 
     def backward(
         self, batches: Sequence[MicroBatch], scale: Tensor, block_scale: Tensor | None = None

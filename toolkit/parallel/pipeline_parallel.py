@@ -163,11 +163,13 @@ class Pipeline(ModelParts):
 
     # Training step
 
-    def measure(self, batches: Iterable[MicroBatch]) -> None:
-        super().measure(micro_batch for batch in batches for micro_batch in self._split(batch))
+    def _micro_batches(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[int, int, MicroBatch]]:
+        for index, batch in enumerate(batches):
+            for part, micro_batch in enumerate(self._split(batch)):
+                yield index, part, micro_batch
 
     def _backward(self, batches: Sequence[MicroBatch], scale: Tensor) -> list[Tensor]:
-        split = [micro_batch for batch in batches for micro_batch in self._split(batch)]
+        split = [micro_batch for _, _, micro_batch in self._micro_batches(batches)]
         split = [self.objective.with_reference(batch, self.models, self.forward) for batch in split]
         tokens, positions, documents, labels = self._inputs(split)
         self._fields = {name: _concat(split, name) for name in self.objective.fields}
