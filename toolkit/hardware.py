@@ -58,9 +58,9 @@ class Hardware:
 
     Attributes:
         device: "cuda" or "cpu".
-            count: default number of processes of a launch.
+        count: default number of processes of a launch.
         capability: lowest CUDA compute capability, 0 on a CPU.
-            memory: bytes of the smallest GPU's memory, 0 on a CPU.
+        memory: bytes of the smallest GPU's memory, 0 on a CPU.
     """
 
     device: str

@@ -14,11 +14,11 @@ class StepResult:
     """Results of a global batch.
 
     Attributes:
-            loss: mean loss per token in nats, or the objective's mean.
-            grad_norm: gradient norm before clipping.
+        loss: mean loss per token in nats, or the objective's mean.
+        grad_norm: gradient norm before clipping.
         tokens: number of valid labels.
         stop: True if any rank asked to stop after this step.
-            reported: additional values of the objective and the blocks.
+        reported: additional values of the objective and the blocks.
     """
 
     loss: float

@@ -24,10 +24,10 @@ class Adapter:
     """An adapter of a model of ``args``, as a :class:`~toolkit.weights.source.WeightSource`.
 
     Attributes:
-            values: parameters added by ``options``, and parameters of the model trained with them; on the
-                CPU.
-            base: ``place`` and ``fingerprint`` of the base model, as far as known.
-            run: ``run`` in the manifest of the run that trained it.
+        values: parameters added by ``options``, and parameters of the model trained with them; on the
+            CPU.
+        base: ``place`` and ``fingerprint`` of the base model, as far as known.
+        run: ``run`` in the manifest of the run that trained it.
     """
 
     place: Path

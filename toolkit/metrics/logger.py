@@ -38,8 +38,8 @@ class MetricLogger:
     "console_lost" in the next record of ``metrics.jsonl``.
 
     Attributes:
-            resume_step: the argument.
-            first_loss: the first training loss of a resumed run, if rank 0's file contains it.
+        resume_step: the argument.
+        first_loss: the first training loss of a resumed run, if rank 0's file contains it.
     """
 
     def __init__(

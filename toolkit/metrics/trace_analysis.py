@@ -68,7 +68,7 @@ class StepSplit:
     Attributes:
         parts: time of each part; ``wall`` is their sum.
         communication: all communication; ``overlapped`` ran during computation.
-            unnamed: True if CPU kernels fused by a compiler ran; the trace does not name their operators.
+        unnamed: True if CPU kernels fused by a compiler ran; the trace does not name their operators.
     """
 
     parts: dict[str, float]

@@ -50,11 +50,11 @@ class Matrix:
     """A parameter of a ``group``, or some experts of one in which they are stacked.
 
     Attributes:
-            shape: (rows, columns), or (experts, rows, columns).
-            mine: its index in this rank's shard of the parameter.
-            owner: rank that orthogonalizes it.
-            senders: ranks that send their shards: the owner's replica, which has each shard once.
-            shards: slices of each rank of the mesh.
+        shape: (rows, columns), or (experts, rows, columns).
+        mine: its index in this rank's shard of the parameter.
+        owner: rank that orthogonalizes it.
+        senders: ranks that send their shards: the owner's replica, which has each shard once.
+        shards: slices of each rank of the mesh.
     """
 
     parameter: nn.Parameter

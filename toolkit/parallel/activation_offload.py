@@ -66,7 +66,7 @@ class HostCopy:
     """A copy of a tensor in host memory, pinned and asynchronous if the tensor is on a GPU.
 
     Attributes:
-            previous: the copy of the same forward's block whose backward comes next.
+        previous: the copy of the same forward's block whose backward comes next.
     """
 
     previous: ReferenceType[HostCopy] | None = None

@@ -37,12 +37,12 @@ class ModelParts(ABC):
         models: the stages, in order.
         objective: the objective computed from the last stage's output.
         names: metrics of the objective and of blocks, logged in addition to the loss.
-            is_loss_rank: whether this rank counts the labels that its pp and tp groups share.
-            after_update: functions to call after each optimizer step.
-            expert_load: counts the load of experts, in a model that has any.
-            bitwise: the sums of ``debug.bitwise_data_parallel``.
-            noise: the noise of embeddings in training.
-            connect: function to call after parameters got new storage, for converters that refer to it.
+        is_loss_rank: whether this rank counts the labels that its pp and tp groups share.
+        after_update: functions to call after each optimizer step.
+        expert_load: counts the load of experts, in a model that has any.
+        bitwise: the sums of ``debug.bitwise_data_parallel``.
+        noise: the noise of embeddings in training.
+        connect: function to call after parameters got new storage, for converters that refer to it.
     """
 
     def __init__(

@@ -30,11 +30,11 @@ class Objective:
 
     Attributes:
         reduction: the head's reduction of token losses, "sum" or "none", or "scores".
-            names: metrics logged in addition to the loss.
-            fields: fields added to a micro-batch, with one row per sample.
-            token_fields: fields of a micro-batch with one column per token.
-            measures: number of sums that :meth:`measure` returns.
-            measured: these sums, over the global batch.
+        names: metrics logged in addition to the loss.
+        fields: fields added to a micro-batch, with one row per sample.
+        token_fields: fields of a micro-batch with one column per token.
+        measures: number of sums that :meth:`measure` returns.
+        measured: these sums, over the global batch.
     """
 
     reduction = "sum"

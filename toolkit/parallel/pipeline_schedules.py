@@ -15,11 +15,11 @@ class Schedule:
     """The properties and requirements of a pipeline schedule.
 
     Attributes:
-            stages: number of stages per rank, or the minimum if ``more`` are possible.
-            v_shaped: rank r has the r-th stage from the start and the r-th from the end.
-            split_backward: weight gradients are computed separately from input gradients.
-            needs: requirement on the number of micro-batches: at least the number of "stages", or a multiple
-                of the number of "rounds" of about one micro-batch per rank.
+        stages: number of stages per rank, or the minimum if ``more`` are possible.
+        v_shaped: rank r has the r-th stage from the start and the r-th from the end.
+        split_backward: weight gradients are computed separately from input gradients.
+        needs: requirement on the number of micro-batches: at least the number of "stages", or a multiple
+            of the number of "rounds" of about one micro-batch per rank.
     """
 
     stages: int = 1

@@ -34,10 +34,10 @@ class StepMemory:
 
     Attributes:
         peak: peak memory.
-            moment: when the peak occurs, such as "backward of layers.5".
-            parts: the peak by purpose: parameters, gradients, optimizer state, gathered parameters,
-                reductions, activations (saved for backward, or temporary), workspace of backward, workspace
-                of the update.
+        moment: when the peak occurs, such as "backward of layers.5".
+        parts: the peak by purpose: parameters, gradients, optimizer state, gathered parameters,
+            reductions, activations (saved for backward, or temporary), workspace of backward, workspace
+            of the update.
         curve: the moments in order, each with its peak by purpose.
     """
 

@@ -19,10 +19,10 @@ class Timeline:
     """Times of a schedule.
 
     Attributes:
-            seconds: time until the last rank finishes.
-            waits: mean over ranks of the time until the first parameters are gathered, and of the time from
-                the last action until all gradients are reduced.
-            actions: actions of each rank, with begin and end.
+        seconds: time until the last rank finishes.
+        waits: mean over ranks of the time until the first parameters are gathered, and of the time from
+            the last action until all gradients are reduced.
+        actions: actions of each rank, with begin and end.
     """
 
     seconds: float

@@ -48,14 +48,14 @@ class StepTime:
 
     Attributes:
         compute: forward, backward, recomputation and copies.
-            exposed: communication without overlap, by dimension: "tp", "cp", "ep", "dp_shard" (FSDP,
-                including cp's ranks and that of experts), "dp_replicate".
-            bubble: waiting for other pipeline ranks, including transfers.
+        exposed: communication without overlap, by dimension: "tp", "cp", "ep", "dp_shard" (FSDP,
+            including cp's ranks and that of experts), "dp_replicate".
+        bubble: waiting for other pipeline ranks, including transfers.
         optimizer: clipping and update.
         tokens_per_second: on all ranks.
         mfu: model FLOPs utilization as in the run's metrics, with full attention.
         mfu_causal: the same with causal attention.
-            timeline: timeline of the pipeline, if there is one.
+        timeline: timeline of the pipeline, if there is one.
     """
 
     seconds: float

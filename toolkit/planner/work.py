@@ -66,9 +66,9 @@ class ModuleCost(Sizes):
     """Parameters, and cost of one micro-batch, of the embedding, a block or the head.
 
     Attributes:
-            experts: those of the parameters that expert parallelism shards.
-            saved_bytes: activations saved for backward.
-            forward_bytes, backward_bytes: peak temporary memory, excluding gathered parameters and gradients.
+        experts: those of the parameters that expert parallelism shards.
+        saved_bytes: activations saved for backward.
+        forward_bytes, backward_bytes: peak temporary memory, excluding gathered parameters and gradients.
     """
 
     experts: Sizes

@@ -36,7 +36,7 @@ class Folder:
     """Contents of a folder to be written.
 
     Attributes:
-            files: tensors (our names) of each weight file.
+        files: tensors (our names) of each weight file.
         others: contents of other files.
         write: writes the tensors of one file to a path.
         open: opens the folder for reading.

@@ -123,8 +123,8 @@ class Companions:
 
     Attributes:
         files: contents by name.
-            entries: number of ids of the tokenizer at ``place``; 0 without a tokenizer.
-            generated: names of the files generated here, which only transformers needs.
+        entries: number of ids of the tokenizer at ``place``; 0 without a tokenizer.
+        generated: names of the files generated here, which only transformers needs.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)

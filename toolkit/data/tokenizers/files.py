@@ -65,13 +65,13 @@ class TokenizerFiles:
     """One tokenizer on disk.
 
     Attributes:
-            path: File that defines the tokenizer.
-            folder: Folder of the model's files.
-            kind: Kind of the file at ``path``.
-            content: Bytes of that file.
-            added: Name → id of the tokens listed by files next to a ``.model`` file.
-            named: Role ("bos", "eos", "pad") → token name, where defined; "" if there is none.
-            add_bos: Whether plain text starts with BOS; None leaves it to the folder's files.
+        path: File that defines the tokenizer.
+        folder: Folder of the model's files.
+        kind: Kind of the file at ``path``.
+        content: Bytes of that file.
+        added: Name → id of the tokens listed by files next to a ``.model`` file.
+        named: Role ("bos", "eos", "pad") → token name, where defined; "" if there is none.
+        add_bos: Whether plain text starts with BOS; None leaves it to the folder's files.
     """
 
     path: Path

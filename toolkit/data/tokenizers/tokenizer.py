@@ -35,7 +35,7 @@ class Tokenizer(ABC):
     """Converts text to ids and back.
 
     Attributes:
-            path: File from which it was loaded.
+        path: File from which it was loaded.
         folder: Folder of the model's files.
         kind: "tiktoken", "sentencepiece" or "json".
         n_words: Number of tokens including special ones; ids are 0 to ``n_words - 1``.
@@ -43,8 +43,8 @@ class Tokenizer(ABC):
         bos_id, eos_id, pad_id: Ids of these roles; None if the tokenizer has no such token.
         adds_bos: Whether plain text starts with BOS.
         stop_ids: Ids that end generation: end of document, turn or message.
-            fingerprint: SHA-256 of kind, file content, EOS, and the BOS at the start of texts. Equal
-                fingerprints mean equal token files.
+        fingerprint: SHA-256 of kind, file content, EOS, and the BOS at the start of texts. Equal
+            fingerprints mean equal token files.
     """
 
     _version = ""  # change it when the ids of texts change

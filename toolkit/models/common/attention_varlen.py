@@ -28,8 +28,8 @@ class Documents(NamedTuple):
     """Offsets (N + 1,) int32 of the documents among all keys and all queries.
 
     Attributes:
-            most_keys: upper bound of the number of keys in a document; most_queries: the same for queries.
-            before: number of earlier keys visible to a query; -1 means all.
+        most_keys: upper bound of the number of keys in a document; most_queries: the same for queries.
+        before: number of earlier keys visible to a query; -1 means all.
     """
 
     keys: Tensor

@@ -61,9 +61,9 @@ class ChatFormat(ABC):
     """Layout of a dialog for a model.
 
     Attributes:
-            name: Name of the format, or the path of a template file.
-            stop_ids: Tokens that end an answer.
-            fingerprint: Identifies everything besides the tokenizer that determines the ids.
+        name: Name of the format, or the path of a template file.
+        stop_ids: Tokens that end an answer.
+        fingerprint: Identifies everything besides the tokenizer that determines the ids.
     """
 
     name: str

@@ -70,9 +70,9 @@ class Decoder(nn.Module):
 
         Args:
             tokens: (B, S) int64, or hidden states (B, S, D) if there is no embedding.
-                positions: (B, S); None means 0 … S−1.
-                documents: (B, S) ids; attention is causal within runs of equal ids. None means one document
-                    per row.
+            positions: (B, S); None means 0 … S−1.
+            documents: (B, S) ids; attention is causal within runs of equal ids. None means one document
+                per row.
             labels: (B, S) int64, already shifted; −100 ignores a token.
         """
         h_BSD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens

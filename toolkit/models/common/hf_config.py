@@ -67,11 +67,11 @@ class HFConfig:
 
     Attributes:
         display_name: the family in messages, such as "a Llama".
-            multimodal_type: model_type of a config.json whose text_config describes a model of the family.
-            classifies: whether transformers has the family with a classification head.
-            head_dim: default; None means ``hidden_size / num_attention_heads``.
-            n_kv_heads: default; None here, or null in the file, means ``num_attention_heads``.
-            sliding_window: default (null in the file means no window); None if the family has no windows.
+        multimodal_type: model_type of a config.json whose text_config describes a model of the family.
+        classifies: whether transformers has the family with a classification head.
+        head_dim: default; None means ``hidden_size / num_attention_heads``.
+        n_kv_heads: default; None here, or null in the file, means ``num_attention_heads``.
+        sliding_window: default (null in the file means no window); None if the family has no windows.
         norm_eps, rope_theta: defaults.
         extra: additional fields to write.
     """

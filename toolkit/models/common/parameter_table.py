@@ -57,22 +57,22 @@ class ParameterRow:
     Within a block, ``name``, ``hf`` and ``reads`` are relative to the block.
 
     Attributes:
-            name: such as attention.wq.weight, or layers.0.attention.wq.weight in a table.
-            shape: shape of the full tensor.
-            init: distribution of the initial values.
-            hf: name in Hugging Face checkpoints.
-            tensor_parallel: tensor-parallel style of its module, a key of
-                :data:`toolkit.parallel.tensor_parallel.STYLES`; None leaves it to the parent module.
-            linear: weight of a linear layer, to which LoRA, float8, NF4 and Muon may apply.
-            router: weight of a router, to which LoRA applies only if it is named.
-            rotary: head dim, if Hugging Face stores the rows of each head in another order
-                (:func:`hf_row_order`); 0 if the order is the same.
-            reads: modules whose outputs its module reads, or :data:`INPUT` for the block's input; None means
-                everything before it. Decides where backward ends if part of the model is frozen.
-            buffer: a persistent buffer, equal on all ranks: saved, exported and never trained, in at least
-                fp32.
-            unit: modules of its FSDP unit, all-gathered together; None is the block, and () the root.
-            part: part of the model that it belongs to.
+        name: such as attention.wq.weight, or layers.0.attention.wq.weight in a table.
+        shape: shape of the full tensor.
+        init: distribution of the initial values.
+        hf: name in Hugging Face checkpoints.
+        tensor_parallel: tensor-parallel style of its module, a key of
+            :data:`toolkit.parallel.tensor_parallel.STYLES`; None leaves it to the parent module.
+        linear: weight of a linear layer, to which LoRA, float8, NF4 and Muon may apply.
+        router: weight of a router, to which LoRA applies only if it is named.
+        rotary: head dim, if Hugging Face stores the rows of each head in another order
+            (:func:`hf_row_order`); 0 if the order is the same.
+        reads: modules whose outputs its module reads, or :data:`INPUT` for the block's input; None means
+            everything before it. Decides where backward ends if part of the model is frozen.
+        buffer: a persistent buffer, equal on all ranks: saved, exported and never trained, in at least
+            fp32.
+        unit: modules of its FSDP unit, all-gathered together; None is the block, and () the root.
+        part: part of the model that it belongs to.
         block: index of the block.
         experts: number of experts that are stacked in the first dimension; 0 if it belongs to none. ``hf`` is
             then the name of one expert's matrix, with {} for its index, unless it is ``fused``.

@@ -45,10 +45,10 @@ class ModelSpec(ABC):
     """A model family: its presets, file formats, Hub repositories, tokenizers and chat formats.
 
     Attributes:
-            sizes: model args by ``model.name`` and ``model.flavor``. If presets are equal, messages name the
-                first.
-            ffn_rule: maps a name and a flavor to the function from ``model.dim`` to the feed-forward width;
-                None keeps the preset's width.
+        sizes: model args by ``model.name`` and ``model.flavor``. If presets are equal, messages name the
+            first.
+        ffn_rule: maps a name and a flavor to the function from ``model.dim`` to the feed-forward width;
+            None keeps the preset's width.
     """
 
     sizes: Mapping[str, Mapping[str, ModelArgs]]
