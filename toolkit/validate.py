@@ -111,11 +111,6 @@ def validate(
     each one gathers the sharded parameters. ``objective`` replaces the run's objective. Returns None if
     ``stop`` returned True on some rank before the end.
     """
-    for model in model_parts.models:
-        model.eval()
-    original = model_parts.objective
-    model_parts.objective = objective = objective or original
-    names = ("loss", *objective.names)
     rows = []
     stops = torch.zeros((), device=device)
 
@@ -127,20 +122,18 @@ def validate(
                 return
             yield model_parts.prepare(batch, device)
 
-    model_parts.measure(prepared())
-    for batch in prepared():
-        count = objective.count([batch]) * model_parts.is_loss_rank
-        rows.append(torch.cat([count.double()[None], model_parts.loss(batch)]))
+    with model_parts.evaluating(objective) as objective:
+        model_parts.measure(prepared())
+        for batch in prepared():
+            count = objective.count([batch]) * model_parts.is_loss_rank
+            rows.append(torch.cat([count.double()[None], model_parts.loss(batch)]))
+    names = ("loss", *objective.names)
     sums = torch.stack([torch.zeros(1 + len(names), dtype=torch.float64, device=device), *rows])
     if model_parts.bitwise:
         sums = model_parts.bitwise.exact_total(sums)
     else:
         sums = sums.sum(0)
         dist.all_reduce(sums)
-    model_parts.end_evaluation()
-    model_parts.objective = original
-    for model in model_parts.models:
-        model.train()
     means = (sums[1:] / divisor(sums[0])).tolist()
     return None if stops else dict(zip(names, means, strict=True))
 

@@ -22,8 +22,8 @@ from toolkit.config.finetune import DPO, Finetune
 from toolkit.data.build import open_data, run_tokenizer
 from toolkit.data.chat.shapes import Shape
 from toolkit.data.conversation_rows import ConversationRows, statistics
+from toolkit.data.preference_rows import UnpairedRows, conversation_rows
 from toolkit.data.token_files import TokenCache
-from toolkit.data.unpaired_rows import UnpairedRows, conversation_rows
 from toolkit.errors import DataError
 from toolkit.finetune.apply import apply_finetune
 from toolkit.finetune.preferences import dpo_losses, preference_objective, without_adapter

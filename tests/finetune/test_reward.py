@@ -23,8 +23,8 @@ from tests.training import small_config, small_trainer
 from toolkit.config.finetune import Finetune
 from toolkit.data.build import open_data
 from toolkit.data.chat.shapes import Shape
+from toolkit.data.preference_rows import ScoredRows, conversation_rows
 from toolkit.data.token_files import TokenCache
-from toolkit.data.unpaired_rows import ScoredRows, conversation_rows
 from toolkit.errors import DataError
 from toolkit.finetune.preferences import preference_objective
 from toolkit.models.common.args import Classifier

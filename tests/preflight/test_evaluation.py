@@ -35,9 +35,10 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
     assert "evaluation.tasks = ['choices']" in said and "pip install" in said and "[eval]" in said
 
 
-def test_a_classifier_has_no_tasks() -> None:
-    said = _said("evaluation.tasks=choices", "finetune.classification.num_labels=2")
-    assert "evaluation.tasks = ['choices']" in said and "a classifier predicts no tokens" in said
+@pytest.mark.parametrize("flag", ["finetune.classification.num_labels=2", "finetune.objective=reward"])
+def test_a_model_without_a_vocabulary_has_no_tasks(flag: str) -> None:
+    said = _said("evaluation.tasks=choices", flag)
+    assert "evaluation.tasks = ['choices']" in said and "predicts no tokens" in said
 
 
 def test_tasks_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def prepare(config: Config, processes: int, *, verify: bool) -> None:
         )
         if cache.mask is not None:
             from toolkit.data.conversation_rows import statistics
-            from toolkit.data.unpaired_rows import conversation_rows
+            from toolkit.data.preference_rows import conversation_rows
 
             of = config.validation if table == "validation" else config.training
             print(

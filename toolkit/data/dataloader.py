@@ -127,7 +127,7 @@ class MicroBatchDataset(Dataset[Batch]):
 
 def _rows(name: str, corpus: TokenCache, **options: Any) -> Rows:
     if corpus.mask is not None:
-        from toolkit.data.unpaired_rows import conversation_rows
+        from toolkit.data.preference_rows import conversation_rows
 
         return conversation_rows(corpus, **options)
     if corpus.labels is not None:

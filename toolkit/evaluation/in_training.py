@@ -121,19 +121,12 @@ class InTraining:
         Raises:
             DataError: a task cannot be run, or the metric of the best checkpoint is not among its scores.
         """
-        parts, self._scorer.stop = self._model_parts, stop
-        original, parts.objective = parts.objective, _Scores()
-        for model in parts.models:
-            model.eval()
+        self._scorer.stop = stop
         try:
-            results = self._tasks.run(self._model)
+            with self._model_parts.evaluating(_Scores()):
+                results = self._tasks.run(self._model)
         except _Stopped:
             return None
-        finally:
-            parts.end_evaluation()
-            parts.objective = original
-            for model in parts.models:
-                model.train()
         scores = {
             f"eval/{task}/{metric}" + ("" if kind == "none" else f"/{kind}"): float(value)
             for task, metric, kind, value in values(results)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from toolkit.config.finetune import CPO, DPO, KTO, ORPO, Finetune, Reward, SimPO
 from toolkit.data.dataloader import FIELDS
-from toolkit.data.unpaired_rows import MISMATCHED
+from toolkit.data.preference_rows import MISMATCHED
 from toolkit.loss import IGNORED_LABEL
 from toolkit.parallel.autograd_collectives import all_reduce
 from toolkit.parallel.objective import MicroBatch, Objective, divisor
@@ -172,7 +172,7 @@ class KTOObjective(DPOObjective):
     """The mean over single answers of KTO's losses, with the reward metrics that trl reports.
 
     The KL divergence that they depend on is the mean log-ratio of the mismatched answers of the global
-    batch (:mod:`toolkit.data.unpaired_rows`), so that it is the same on any mesh. They run before the
+    batch (:mod:`toolkit.data.preference_rows`), so that it is the same on any mesh. They run before the
     step, without gradients.
     """
 

@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.config import Config
 from toolkit.data.cache_folder import local_cache
@@ -99,7 +99,7 @@ class StoredReference:
         model_parts, objective = self.model_parts, self.objective
         width = len(objective.columns)
         total = torch.zeros(sum(self.counts), width, dtype=torch.float64, device=self.device)
-        with _evaluating(model_parts.models):
+        with model_parts.evaluating():
             for batch in (
                 it for each in self.loaders for it in each.every_row(dp_rank=dp_rank, dp_size=dp_size)
             ):
@@ -110,7 +110,6 @@ class StoredReference:
                     assert numbers_BW is not None
                     sums = sums_BWC.flatten(0, 1) * model_parts.is_loss_rank
                     total.index_add_(0, numbers_BW.flatten(), sums)
-        model_parts.end_evaluation()
         dist.all_reduce(total)
         objective.stored = total
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -148,12 +147,3 @@ def _identity(config: Config, args: ModelArgs) -> str:
 
 def _hash(parts: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    for model in models:
-        model.eval()
-    yield
-    for model in models:
-        model.train()

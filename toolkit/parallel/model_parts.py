@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -211,6 +212,20 @@ class ModelParts(ABC):
     def loss(self, batch: MicroBatch) -> Tensor:
         """Return this rank's contribution to the objective's sums over a prepared batch, without
         gradients."""
+
+    @contextmanager
+    def evaluating(self, objective: Objective | None = None) -> Iterator[Objective]:
+        """Set the models to evaluation, with ``objective`` instead of the run's, inside the context."""
+        original, self.objective = self.objective, objective or self.objective
+        for model in self.models:
+            model.eval()
+        try:
+            yield self.objective
+        finally:
+            self.end_evaluation()
+            self.objective = original
+            for model in self.models:
+                model.train()
 
     def end_evaluation(self) -> None:
         """Reshard after :meth:`loss`. Units that expect a backward would stay gathered in the compute dtype,

@@ -25,7 +25,7 @@ from toolkit.compat import (
 )
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
-from toolkit.data.unpaired_rows import MISMATCHED
+from toolkit.data.preference_rows import MISMATCHED
 from toolkit.finetune.preferences import DPOObjective
 from toolkit.hardware import simulate
 from toolkit.models.common.args import ModelArgs

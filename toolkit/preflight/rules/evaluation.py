@@ -22,9 +22,9 @@ def tasks_can_be_scored(run: PlannedRun) -> list[Problem]:
     options = run.config.evaluation
     if not options.tasks:
         return []
-    if run.config.finetune.classification.num_labels:
-        fix = "remove it; validation.enable reports accuracy and F1"
-        return [run.problem(_KEY, "a classifier predicts no tokens, which tasks score", fix)]
+    if run.config.finetune.classes:
+        fix = "remove it; validation.enable reports accuracy"
+        return [run.problem(_KEY, "a classifier or reward model predicts no tokens, which tasks score", fix)]
     folder = expand_user(options.task_folder) if options.task_folder else None
     if folder and not folder.is_dir():
         fix = "name the folder of the YAML files"

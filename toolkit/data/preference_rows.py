@@ -1,4 +1,4 @@
-"""Rows of desirable and undesirable answers, with rows of mismatched answers.
+"""Rows of preferences, for KTO and for reward models; other objectives read pairs as conversations.
 
 KTO estimates how far the model has moved from its reference on answers to other prompts. The mismatched
 answer of a prompt is the answer of the conversation before it in the corpus (of the first: the last), or of
