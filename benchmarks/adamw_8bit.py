@@ -24,7 +24,7 @@ from benchmarks.curves import CONFIG, train
 from benchmarks.machine import describe
 from tests.curves import differences
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 

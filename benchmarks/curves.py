@@ -189,6 +189,14 @@ def main() -> None:
         f"--layouts {options.layouts}"
     )
     text = report(runs, options.precision, command, machine, what)
+    if options.layouts == "experts":
+        apart = [differences(runs[name], runs[ONE]) for name in layouts]
+        every = max(1, options.steps // 10)
+        largest = [
+            (step, max(run[step - 1] for run in apart)) for step in range(every, options.steps + 1, every)
+        ]
+        text += "\n| step | largest relative difference |\n|---|---|\n"
+        text += "".join(f"| {step} | {value:.1e} |\n" for step, value in largest)
     if options.layouts == "bitwise":
         text += "\nFirst differences of fingerprints from one process:\n\n" + "".join(
             f"- {name}: {first_difference(folder, name)}\n" for name in layouts

@@ -92,9 +92,12 @@ class Trainer:
             from toolkit.evaluation.in_training import InTraining
 
             best = config.checkpoint.keep_best_metric if config.checkpoint.keep_best else ""
+            # Compiled blocks and float8 kernels have static shapes.
+            is_static = bool(config.compile.enable or config.model.converters)
             self.evaluation = InTraining(
                 config.evaluation, run_tokenizer(config), self.model_parts, self.mesh, device,
-                best=best, length=self.args.max_seq_len, **self._shape_of_rows(),
+                best=best, length=self.args.max_seq_len,
+                static_length=config.training.seq_len if is_static else None,
             )  # fmt: skip
             self.train_state.best_of = self.evaluation.best_of or self.train_state.best_of
         self.steps_an_epoch = self.loader.epoch_samples / self.batch.total
@@ -391,14 +394,6 @@ class Trainer:
         if scores is not None:
             self.record(scores)
         return scores is None
-
-    def _shape_of_rows(self) -> dict[str, Any]:
-        """Return how tasks pad their rows: to a length that tp and cp can shard. Compiled blocks and float8
-        kernels have static shapes."""
-        static = bool(self.config.compile.enable or self.config.model.converters)
-        shards = self.model_parts.shards
-        multiple = (shards.chunks if shards else 1) * (self.mesh.tp.size() if self.mesh.tp else 1)
-        return {"multiple": self.config.training.seq_len if static else multiple, "few_shapes": static}
 
     # Reporting
 

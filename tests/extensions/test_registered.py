@@ -17,8 +17,9 @@ from tests.preflight.bad_weights import write_model
 from toolkit.build import build_model
 from toolkit.config import Config
 from toolkit.config.job import Checkpoint
+from toolkit.config.optimizer import Optimizer, ParameterGroup
 from toolkit.config.schema import registry
-from toolkit.config.training import Loss, Model, Optimizer, ParameterGroup
+from toolkit.config.training import Loss, Model
 from toolkit.data.sources import open_corpus
 from toolkit.errors import ConfigError, DataError
 from toolkit.generation.load import load_model

@@ -15,7 +15,7 @@ from tests.helpers import run_world
 from tests.training import MESHES, small_config, small_trainer
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.errors import CheckpointError
 from toolkit.hardware import cached_tensors, simulate
 from toolkit.models.from_config import model_args

@@ -19,7 +19,7 @@ from tests.mesh_runs import configure
 from tests.training import small_config, small_trainer
 from toolkit.commands import convert
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.optim.ema import weight_average
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors

@@ -12,7 +12,7 @@ from tests.finetune.adapters import ARGS
 from tests.models.small_llama import build
 from toolkit.config import Config
 from toolkit.config.finetune import Finetune
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.finetune.parameters import added_shapes
 from toolkit.optim.groups import parameter_options, summaries
 from toolkit.optim.optimizer import build_optimizer, set_learning_rate

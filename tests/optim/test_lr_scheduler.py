@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.config import Config
+from toolkit.config.optimizer import LRScheduler
 from toolkit.config.schema import registry
-from toolkit.config.training import LRScheduler
 from toolkit.optim.lr_scheduler import DECAYS, invalid_rate, learning_rate, shortened_phases, warmup_length
 
 

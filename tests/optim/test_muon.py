@@ -24,7 +24,7 @@ from tests.preflight.bad_runs import CPU
 from tests.training import MESHES, small_config, small_trainer
 from toolkit.compat import shape_and_offset_at
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.optim import muon
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.optim.grad_clip import global_norm
 from toolkit.optim.optimizer import IMPLEMENTATIONS, OPTIMIZERS, build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors

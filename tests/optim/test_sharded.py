@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.helpers import run_world
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import IMPLEMENTATIONS, build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors

@@ -36,8 +36,8 @@ from tests.parallel.sharded import (
     step,
 )
 from toolkit.config import Config
+from toolkit.config.optimizer import Optimizer
 from toolkit.config.parallelism import ActivationCheckpoint
-from toolkit.config.training import Optimizer
 from toolkit.optim.grad_clip import clip_, global_norm
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.parallel import fsdp

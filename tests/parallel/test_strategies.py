@@ -29,7 +29,7 @@ from tests.parallel.sharded import (
     step,
 )
 from toolkit.config import Config
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 from toolkit.models.common.decoder import Decoder
 from toolkit.optim.optimizer import build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors

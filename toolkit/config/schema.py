@@ -14,18 +14,9 @@ from pydantic import PrivateAttr
 
 from toolkit.config.finetune import Finetune
 from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstimation, Metrics, Profiling
+from toolkit.config.optimizer import LRScheduler, Optimizer
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
-from toolkit.config.training import (
-    Data,
-    Evaluation,
-    Loss,
-    LRScheduler,
-    Model,
-    MoE,
-    Optimizer,
-    Training,
-    Validation,
-)
+from toolkit.config.training import Data, Evaluation, Loss, Model, MoE, Training, Validation
 from toolkit.config.types import OnlyWith, Table, UnknownValue
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml

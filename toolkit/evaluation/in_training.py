@@ -66,7 +66,8 @@ class InTraining:
     """The tasks of ``options``, loaded once.
 
     ``best`` is the metric of the best checkpoint or "". Rows have at most ``length`` tokens and are padded to
-    a ``multiple``; ``few_shapes`` is as in :class:`RowScorer`.
+    a length that tp and cp can shard, or, if kernels have static shapes, to few multiples of
+    ``static_length``.
 
     Attributes:
         best_of: what ``best`` is measured on, or None if it is not a score of a task.
@@ -86,8 +87,7 @@ class InTraining:
         *,
         best: str,
         length: int,
-        multiple: int,
-        few_shapes: bool,
+        static_length: int | None,
     ):
         self._options, self._model_parts = options, model_parts
         folder = expand_user(options.task_folder) if options.task_folder else None
@@ -96,9 +96,12 @@ class InTraining:
         if name := self._tasks.first_that_generates():
             fix = "remove it, and use `llama-toolkit evaluate` on checkpoints"
             raise ConfigError(Problem("it generates text", fix, "evaluation.tasks", name))
+        shards = model_parts.shards
+        sharded = (shards.chunks if shards else 1) * (mesh.tp.size() if mesh.tp else 1)
+        multiple = static_length or sharded
         self._scorer = _PartsScorer(
             model_parts, batch_size=options.batch_size, device=device, multiple=multiple,
-            few_shapes=few_shapes, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size,
+            few_shapes=static_length is not None, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size,
         )  # fmt: skip
         self._model = TaskModel(self._scorer, None, tokenizer, length=length // multiple * multiple)
         self._best, self.best_of, self._sign = best, None, 1

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from toolkit.config.name_patterns import matches_any
-from toolkit.config.training import Optimizer
+from toolkit.config.optimizer import Optimizer
 
 
 class ParameterOptions(NamedTuple):

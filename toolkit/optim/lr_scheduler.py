@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 
 from toolkit.config import Config
+from toolkit.config.optimizer import LRScheduler
 from toolkit.config.schema import registry
-from toolkit.config.training import LRScheduler
 from toolkit.errors import Problem
 
 _KEY = "lr_scheduler.decay_type"
