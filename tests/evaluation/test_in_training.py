@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import yaml
 
+from tests.evaluation.task_files import write_task
 from tests.helpers import run_world
 from tests.training import MESHES, small_config, small_trainer
 from toolkit.checkpoint.manifest import committed_steps, read_manifest
@@ -41,29 +41,20 @@ LAYOUTS = MESHES | {"cp": {"context_parallel_degree": 2}}
 def write_tasks(folder: Path) -> None:
     """A task of each kind that needs only likelihoods: choices, whole texts, and next words."""
 
-    def task(name: str, docs: list[dict[str, Any]], metrics: str, **settings: Any) -> None:
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-        common = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"validation": str(folder / f"{name}.jsonl")}},
-            "validation_split": "validation",
-            "target_delimiter": " ",
-            "metric_list": [{"metric": metric} for metric in metrics.split()],
-        }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | settings))
-
-    task(
+    write_task(
+        folder,
         "tiny_choices",
         [{"context": context, "choices": choices} for context, *choices in CHOICES],
         "acc acc_norm",
         output_type="multiple_choice",
+        target_delimiter=" ",
         doc_to_text="{{context}}",
         doc_to_choice="{{choices}}",
         doc_to_target="0",
     )
     texts = [" ".join(["Mia had a toy."] * 90), "Tim went to the park. He saw a big dog.", "The end."]
-    task(
+    write_task(
+        folder,
         "tiny_texts",
         [{"text": text} for text in texts],
         "byte_perplexity bits_per_byte",
@@ -71,7 +62,8 @@ def write_tasks(folder: Path) -> None:
         doc_to_text="",
         doc_to_target="{{text}}",
     )
-    task(
+    write_task(
+        folder,
         "tiny_words",
         [{"context": context, "word": word} for context, word in WORDS],
         "perplexity acc",
@@ -212,6 +204,8 @@ def test_the_step_with_the_best_score_is_kept_and_resumed(folder: Path) -> None:
 
 def _refused(folder: str) -> list[str]:
     """Errors about tasks and metrics that only show when a task is loaded."""
+    import yaml  # comes with lm-eval
+
     told = []
     for metric in ("eval/tiny_choices/exact_match", "eval/none/acc"):
         saving = {"keep_best": True, "keep_best_metric": metric}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.evaluation.task_files import write_task
 from tests.helpers import run_world
 from toolkit.commands.evaluate import main
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError, DataError
@@ -180,22 +180,8 @@ def test_sampled_texts_are_seeded(ours: Any) -> None:
 
 
 def write_tasks(folder: Path) -> None:
-    import yaml
-
-    def task(name: str, docs: list[dict[str, Any]], **settings: Any) -> None:
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-        common = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"validation": str(folder / f"{name}.jsonl")}},
-            "validation_split": "validation",
-        }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | settings))
-
-    def metrics(*names: str) -> list[dict[str, str]]:
-        return [{"metric": name} for name in names]
-
-    task(
+    write_task(
+        folder,
         "tiny_choices",
         [
             {"context": context, "choices": choices, "label": label}
@@ -207,9 +193,10 @@ def write_tasks(folder: Path) -> None:
         doc_to_choice="{{choices}}",
         doc_to_target="{{label}}",
         target_delimiter="",
-        metric_list=metrics("acc", "acc_norm"),
+        metrics="acc acc_norm",
     )
-    task(
+    write_task(
+        folder,
         "tiny_names",
         [{"prompt": prompt, "answer": "Lily"} for prompt in PROMPTS],
         output_type="generate_until",
@@ -222,7 +209,7 @@ def write_tasks(folder: Path) -> None:
                 "filter": [{"function": "regex", "regex_pattern": "(Lily)"}, {"function": "take_first"}],
             }
         ],
-        metric_list=metrics("exact_match"),
+        metrics="exact_match",
     )
 
 
