@@ -45,9 +45,7 @@ from toolkit.weights.safetensors import SafetensorsFolder
 
 EXPERTS = 4
 ARGS = MoEArgs(num_experts=EXPERTS, top_k=2, ffn_dim=128)
-FUSED = {"gpt_oss": "mlp", "llama4": "feed_forward"}
-"""Families whose experts LoRA does not adapt, and the module that has them."""
-WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.active and name not in FUSED]
+WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.active]
 
 
 def _experts() -> Experts:
@@ -238,7 +236,8 @@ def test_peft_reads_experts_and_so_do_we(name: str, kind: str, tmp_path: Path) -
     expected = logits(adapted(adapter, lambda model: read(tmp_path / "base")))
     plain = logits(reference)
     found = peft.PeftModel.from_pretrained(reference, str(tmp_path / "peft"))
-    check_close(logits(found), expected)
+    # These updates are as large as the weights, and rounding of all layers adds up.
+    check_close(logits(found), expected, 2e-5 if kind == "all" else 1e-5)
     assert (plain - expected).abs().max() > 0.05 * expected.abs().max()
     again = open_adapter(tmp_path / "peft", adapter.args)
     assert again.options.lora.scale == pytest.approx(adapter.options.lora.scale)
@@ -248,6 +247,10 @@ def test_peft_reads_experts_and_so_do_we(name: str, kind: str, tmp_path: Path) -
     check_close(logits(adapted(again, lambda model: read(tmp_path / "base"))), expected)
 
 
+ADAPT_ROUTERS = {("gpt_oss", "router"), ("llama4", "router"), ("llama4", "all-linear")}
+"""Adapters of routers that are no plain linear layers in transformers, and not adapted here."""
+MODULES = {"llama4": "feed_forward"}
+"""Modules that contain the experts in transformers, other than mlp."""
 THEIRS: dict[str, dict[str, Any]] = {
     "experts": {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     "up": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -258,11 +261,17 @@ THEIRS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", THEIRS)
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in WITH_EXPERTS for kind in THEIRS if (name, kind) not in ADAPT_ROUTERS],
+)
 def test_what_peft_writes_of_experts_is_read_and_merged(name: str, kind: str, tmp_path: Path) -> None:
     base = save_transformers(tmp_path / "base", name)
-    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | THEIRS[kind])
+    options = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | THEIRS[kind]
+    if parameters := options.get("target_parameters"):
+        module = MODULES.get(name, "mlp")
+        options["target_parameters"] = [it.replace("mlp", module) for it in parameters]
+    config = peft.LoraConfig(**options)
     found = peft.get_peft_model(base, config).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -284,15 +293,6 @@ def test_what_peft_writes_of_experts_is_read_and_merged(name: str, kind: str, tm
     )
     # Each merged weight is rounded once more, which these updates, as large as the weights, show.
     check_close(logits(again.eval()), expected, 3e-5)
-
-
-@pytest.mark.parametrize(("name", "module"), FUSED.items())
-def test_what_peft_writes_of_fused_experts_is_refused(name: str, module: str, tmp_path: Path) -> None:
-    base = save_transformers(tmp_path / "base", name)
-    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=[f"{module}.experts.down_proj"])
-    peft.get_peft_model(base, config).save_pretrained(str(tmp_path / "peft"))
-    with pytest.raises(DataError, match=f"tensors that this model lacks: .*{module}.experts.lora_A.weight"):
-        open_adapter_on(tmp_path / "peft", SafetensorsFolder(tmp_path / "base"))
 
 
 def _no_blocks(folder: Path) -> None:

@@ -49,15 +49,11 @@ CASES: list[Bad] = [
         bad(
             "lora_has_targets",
             f"finetune.lora.target_modules={target} {LORA} model.name={name}",
-            f'"{target}" is not a linear layer, and LoRA adapts no routers and experts of this model',
+            f'"{target}" is not a linear layer, and LoRA adapts no routers of this model',
             fix,
         )
         for name, target, fix in (
-            *(
-                ("gpt_oss", target, "use some of wq, wk, wv, wo, q_proj")
-                for target in ("experts", "w1", "gate")
-            ),
-            ("llama4", "experts", "use some of wq, wk, wv, wo, w1, w2, w3, q_proj"),
+            ("gpt_oss", "router", "use some of wq, wk, wv, wo, w1, w2, w3, q_proj"),
             ("llama4", "gate", "did you mean gate_proj?"),  # of dense blocks and shared experts
         )
     ),

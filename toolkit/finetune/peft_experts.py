@@ -11,6 +11,8 @@ and then by expert. Gate and up share A there; here w1 and w3 have an A each.
   two As, so it takes other steps than PEFT's, in which they stay equal.
 - Import of an export, with rank 2R for gate_up_proj, is exact if B is still block-diagonal; otherwise the
   folder is rejected, because rank R cannot express it.
+- gpt-oss and Llama 4 store transposed matrices. Gate and up alternate in gpt-oss's B. PEFT takes Llama 4's
+  inputs for outputs, so its A there is our B, transposed, and its B our A.
 - Import of PEFT's own rank 2R, which it chooses if gate_proj and up_proj are targets (as in all-linear), is
   exact: all updates get rank 2R, those of rank R padded with zeros, at the same scale.
 """
@@ -63,9 +65,20 @@ class FusedExperts:
             if row.name in self.adapted
         }
 
+    @property
+    def swapped(self) -> bool:
+        """Whether PEFT's A is our B, and its B our A."""
+        return any(row.fused is not None and row.fused.peft_swaps for row in self.rows)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the outputs of ``rows`` alternate."""
+        return any(row.fused is not None and row.fused.interleaved for row in self.rows)
+
     def key(self, part: str) -> str:
         """Return the name of the tensor of ``part``, lora_a or lora_b."""
-        return f"{self.module}.{_PARTS[part]}"
+        other = {"lora_a": "lora_b", "lora_b": "lora_a"}
+        return f"{self.module}.{_PARTS[other[part] if self.swapped else part]}"
 
     def our_shape(self, part: str, found: Shape) -> Shape:
         """Return the shape of our ``part`` of each weight for PEFT's shape; ``found`` if it does not fit."""
@@ -73,7 +86,7 @@ class FusedExperts:
             return found
         experts, weights = self.rows[0].experts, len(self.rows)
         parts = weights if self.blocks else 1
-        ranks, size = found if part == "lora_a" else found[::-1]
+        ranks, size = found if (part == "lora_a") != self.swapped else found[::-1]
         outs = weights if part == "lora_b" else 1
         if ranks % (experts * parts) or size % outs:
             return found
@@ -86,7 +99,10 @@ def fused_experts(args: ModelArgs, targets: Collection[str], *, blocks: bool = T
     rows = {name: row for name, row in adaptable(args).items() if row.experts}
     found = []
     for module in dict.fromkeys(name.rpartition(".")[0] for name in rows):
-        prefix = container = f"model.layers.{rows[f'{module}.w1'].block}.mlp.experts"
+        row = rows[f"{module}.w1"]
+        prefix = container = f"model.layers.{row.block}.mlp.experts"
+        if row.fused:
+            prefix = container = row.hf.rpartition(".")[0]
         for parameter, weights in _WEIGHTS.items():
             names = [f"{module}.{weight}" for weight in weights]
             if adapted := frozenset(names) & frozenset(targets):

@@ -155,7 +155,7 @@ def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _to_fused(fused: FusedExperts, tensors: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """Return PEFT's A and B, in blocks, for our ``tensors`` of experts."""
+    """Return PEFT's tensors for the parts lora_a and lora_b, in blocks, for our ``tensors`` of experts."""
     count, a_parts, b_parts = len(fused.rows), [], []
     for index, row in enumerate(fused.rows):
         experts, size, columns = row.shape
@@ -164,18 +164,29 @@ def _to_fused(fused: FusedExperts, tensors: Mapping[str, Tensor], rank: int) -> 
             a, b = (tensors[added_name(row, part)] for part in ("lora_a", "lora_b"))
         a_parts.append(a)
         b_parts.append(F.pad(b, (index * rank, (count - 1 - index) * rank)))
+    a_ERK, b_ENR = torch.cat(a_parts, 1), torch.cat(b_parts, 1)
+    if fused.interleaved:
+        b_ENR = b_ENR.unflatten(1, (count, -1)).transpose(1, 2).flatten(1, 2)
     # PEFT reshapes its A (E·R, in) to (E, R, in), and its B (out, R·E) to (out, R, E).
-    return torch.cat(a_parts, 1).flatten(0, 1), torch.cat(b_parts, 1).permute(1, 2, 0).flatten(1)
+    if fused.swapped:
+        return a_ERK.permute(2, 1, 0).flatten(1), b_ENR.transpose(1, 2).flatten(0, 1)
+    return a_ERK.flatten(0, 1), b_ENR.permute(1, 2, 0).flatten(1)
 
 
 def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, *, folder: Path) -> dict[str, Tensor]:
-    """Return our tensors of experts for PEFT's A and B.
+    """Return our tensors of experts for PEFT's tensors of the parts lora_a and lora_b.
 
     Raises:
         DataError: B should be block-diagonal, but is not.
     """
     experts, count = fused.rows[0].experts, len(fused.rows)
-    a_ERK, b_ENR = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    if fused.swapped:
+        a_ERK = a.unflatten(1, (-1, experts)).permute(2, 1, 0)
+        b_ENR = b.unflatten(0, (experts, -1)).transpose(1, 2)
+    else:
+        a_ERK, b_ENR = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    if fused.interleaved:
+        b_ENR = b_ENR.unflatten(1, (-1, count)).transpose(1, 2).flatten(1, 2)
     tensors: dict[str, Tensor] = {}
     for index, (row, rows_ENR) in enumerate(zip(fused.rows, b_ENR.chunk(count, 1), strict=True)):
         its_a = a_ERK
@@ -190,7 +201,7 @@ def _from_fused(fused: FusedExperts, a: Tensor, b: Tensor, *, folder: Path) -> d
                 )
             rows_ENR = blocks[index]
         tensors |= {
-            added_name(row, "lora_a"): its_a.clone(),
+            added_name(row, "lora_a"): its_a.contiguous().clone(),
             added_name(row, "lora_b"): rows_ENR.contiguous(),
         }
     return tensors

@@ -36,11 +36,13 @@ ONES = Init(mean=1.0)
 class Fused:
     """Layout of a Hugging Face tensor that contains ``count`` parameters of all experts, side by side in the
     last dimension: this one has the block of columns with the index ``first``, or, if ``interleaved``, every
-    ``count``-th column from ``first`` on. Matrices are transposed."""
+    ``count``-th column from ``first`` on. Matrices are transposed; ``peft_swaps`` tells whether PEFT takes
+    their inputs for outputs, because transformers does not mark them as transposed."""
 
     first: int = 0
     count: int = 1
     interleaved: bool = False
+    peft_swaps: bool = False
 
     def columns(self, size: int, rows: slice | None = None) -> slice:
         """Return the columns that are ``rows`` of the parameter's ``size`` rows, by default all of them."""
@@ -105,6 +107,11 @@ class ParameterRow:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_expert_matrix(self) -> bool:
+        """Whether a matrix of each expert is stacked in it."""
+        return self.experts > 0 and len(self.shape) == 3
 
     @property
     def hf_names(self) -> list[str]:
@@ -381,8 +388,8 @@ class ParameterTable(Mapping[str, ParameterRow]):
     @cached_property
     def adaptable(self) -> dict[str, ParameterRow]:
         """Weights that LoRA may update, by the name of their layer, or of the weight itself if experts are
-        stacked in it. Fused experts are not among them, because PEFT's updates have another layout."""
-        rows = (row for row in self.values() if row.linear or row.router or (row.experts and not row.fused))
+        stacked in it."""
+        rows = (row for row in self.values() if row.linear or row.router or row.is_expert_matrix)
         return {row.name if row.experts else row.module: row for row in rows}
 
     @property

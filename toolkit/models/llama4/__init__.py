@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from toolkit.models.common.hub import Hub
 
 _FUSED = {
-    "w1": ("gate_up_proj", Fused(0, 2)),
-    "w2": ("down_proj", Fused()),
-    "w3": ("gate_up_proj", Fused(1, 2)),
+    "w1": ("gate_up_proj", Fused(0, 2, peft_swaps=True)),
+    "w2": ("down_proj", Fused(peft_swaps=True)),
+    "w3": ("gate_up_proj", Fused(1, 2, peft_swaps=True)),
 }
 _NAMES = {"mlp.gate.": "router.", "mlp.shared_experts.": "shared_expert.", "mlp.": ""}
 

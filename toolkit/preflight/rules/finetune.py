@@ -51,7 +51,8 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
     experts = any(row.experts for row in adaptable(args).values())
     names = [*dict.fromkeys(names), *([EXPERTS] if experts else []), ALL_LINEAR]
     patterns = options.lora.target_modules
-    fused = ", and LoRA adapts no routers and experts of this model" if args.moe and not experts else ""
+    routers = any(row.router for row in adaptable(args).values())
+    without = ", and LoRA adapts no routers of this model" if args.moe and not routers else ""
     if not patterns:
         return [run.problem(_TARGETS, "LoRA needs at least one target", f"use some of {', '.join(names)}")]
     return [
@@ -59,7 +60,7 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
         if (weight := outside_blocks(args, pattern))
         else run.problem(
             _TARGETS,
-            f'"{pattern}" is not a linear layer{fused}',
+            f'"{pattern}" is not a linear layer{without}',
             did_you_mean(pattern, names, f"use some of {', '.join(names)}"),
         )
         for pattern in idle_targets(args, patterns)
