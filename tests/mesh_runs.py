@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +36,9 @@ from tests.training import small_config, small_trainer
 from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES
 from toolkit.hardware import detect
+from toolkit.models.common.parameter_table import ONES
+from toolkit.models.parameters import table
+from toolkit.models.registry import resolve, spec
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.traffic import Exchange, step_traffic
@@ -74,6 +79,8 @@ def configure(folder: str | Path, layout: str, sizes: meshes.Settings | None = N
         **data,
         **meshes.settings(layout, sizes or {}),
     }
+    if "distill" in layout.split():
+        values["distillation.teacher_path"] = str(write_teacher(folder / "teacher"))
     if "whole" in layout.split():  # each layout computes its reference
         values["data.cache_folder"] = str(folder / "caches" / layout.replace(" ", "_"))
     degrees = meshes.degrees(layout)
@@ -144,6 +151,24 @@ def write_weighted(file: Path, count: int) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
+
+
+def write_teacher(folder: Path, vocab: int = 516) -> Path:
+    """Make ``folder`` one of a Llama of other sizes with large random weights, in Hugging Face's format."""
+    if not folder.exists():
+        sizes = {"dim": 48, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 52, "vocab_size": vocab}
+        args = resolve("llama3", "debugmodel", **sizes)
+        torch.manual_seed(7)
+        rows = table(args).values()
+        tensors = {row.hf: torch.randn(row.hf_shape) * 0.2 + (row.init == ONES) for row in rows}
+        config = spec(args.family).hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
+        part = folder.with_name(f"{folder.name}.{os.getpid()}")  # several ranks may come at once
+        part.mkdir(parents=True)
+        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config))
+        with contextlib.suppress(OSError):
+            part.rename(folder)
+    return folder
 
 
 def _nested(folder: Path, layout: str, values: meshes.Settings) -> Config:
@@ -217,7 +242,7 @@ def run(folder: str, layout: str) -> dict[str, Any]:
                 value  # after the first step, where they are 0
                 for record in trainer.history[1:]
                 for name, value in record.items()
-                if "rewards/" in name or name.startswith(("gate_", "moe/"))
+                if "rewards/" in name or name.startswith(("gate_", "moe/", "distillation/"))
             ],
         }
     )

@@ -189,6 +189,8 @@ WORDS: dict[str, Settings] = {
         "optimizer.layer_lr_decay": 0.8,
     },
     "ema": {"optimizer.ema_decay": 0.5},
+    "distill": {"distillation.enable": True, "distillation.temperature": 2.0, "distillation.top_k": 20},
+    "reverse": {"distillation.divergence": "reverse_kl"},
     # Much noise, so that another one shows.
     "neftune": {"finetune.neftune_noise_alpha": 50.0},
     "loraplus": {"optimizer.loraplus_lr_ratio": 16.0},
@@ -296,6 +298,8 @@ CURVES = (
     "loraplus",
     "ema",
     "neftune",
+    "distill",
+    "reverse",
     "regularized",
     "weighted",
     "qwen3",
@@ -448,6 +452,8 @@ FAST = [
     "shard2 tp2 ema",
     "pp2 1F1B ema tied accumulate3",
     # Noise.
+    "shard2 tp2 distill accumulate3",
+    "pp2 cp2 1F1B distill reverse tied",
     "shard2 tp2 neftune accumulate3",
     "pp2 cp2 Interleaved1F1B neftune tied",
     # Another loss.
@@ -862,6 +868,21 @@ MORE = [
     "pp2 tp2 Interleaved1F1B layers8 muon",
     "pp2 replicate2 shard2 ZBVZeroBubble never muon",
     "pp4 GPipe bare-ends muon",
+    *(
+        f"{mesh} distill"
+        for mesh in (
+            "replicate2 shard2 HYBRID_SHARD",
+            "replicate2 shard2 tp2 AC-full",
+            "cp2 tp2 tied",
+            "pp2 tp2 1F1B accumulate3",
+            "pp2 Interleaved1F1B reverse lora",
+            "pp2 ZBVZeroBubble never",
+            "shard2 ep2 moe aux balanced",
+            "shard2 weighted accumulate3",
+            "shard2 compiled reverse",
+            "shard2 bitwise accumulate3",
+        )
+    ),
     *(
         f"{mesh} neftune"
         for mesh in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.from_config import attention_name
 from toolkit.models.meta_decoder import meta_decoder
+from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import init_rule, is_classifier_head
 from toolkit.parallel.dims import uses_ring
 from toolkit.parallel.fsdp import mixed_precision
@@ -119,6 +120,10 @@ def build_model(
             from toolkit.finetune.apply import apply_finetune
 
             apply_finetune(model, config.finetune, frozen_dtype=param_dtype)
+        if config.distillation.enable and model.output is not None:
+            from toolkit.finetune.distillation import distillation_losses
+
+            model.output.training_losses = partial(distillation_losses, options=config.distillation)
         if config.loss != Loss() and model.output is not None:
             from toolkit.models.common.loss_terms import training_losses
 
@@ -140,7 +145,7 @@ def build_model(
         )
         models.append(model.to_empty(device="cpu" if offload else device) if storage else model)
     after_update = converters.connect(models, mesh) if converters else []
-    objective = _objective(config, mesh, weighted=weighted)
+    objective = _objective(config, mesh, device, param_dtype, weighted=weighted, storage=storage)
     model_parts = _model_parts(config, models, stages, mesh, shards, objective, param_dtype, device)
     model_parts.after_update, model_parts.bitwise = after_update, bitwise
     model_parts.connect = partial(converters.connect, models, mesh) if converters else None
@@ -238,9 +243,45 @@ def _model_parts(
     )
 
 
-def _objective(config: Config, mesh: Mesh, *, weighted: bool) -> Objective:
+def _objective(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    param_dtype: torch.dtype,
+    *,
+    weighted: bool,
+    storage: bool,
+) -> Objective:
+    if config.distillation.enable:
+        from toolkit.finetune.distillation import DistillationObjective
+
+        teacher = _teacher(config, mesh, device, param_dtype, storage=storage)
+        return DistillationObjective(config.distillation, teacher)
     if config.finetune.objective == "sft":
         return WeightedObjective() if weighted else Objective()
     from toolkit.finetune.preferences import preference_objective
 
     return preference_objective(config.finetune, mesh.cp.get_group() if mesh.cp else None)
+
+
+def _teacher(
+    config: Config, mesh: Mesh, device: torch.device, param_dtype: torch.dtype, *, storage: bool
+) -> ModelParts:
+    """Build the frozen teacher in the compute dtype. Its weights are loaded later."""
+    options = config.distillation
+    training = config.training.model_copy(update={"dtype": str(param_dtype).removeprefix("torch.")})
+    changes: dict[str, Any] = {name: type(getattr(config, name))() for name in _OF_STUDENT}
+    config = config.model_copy(update=changes | {"training": training})
+    args = read_hf_config(expand_user(options.teacher_path))
+    teacher = build_model(
+        config, args, mesh, device, param_dtype=param_dtype, seed=0, pretrained=True, storage=storage
+    )
+    for model in teacher.models:
+        model.eval().requires_grad_(False)
+        if model.output is not None:
+            model.output.top_k = options.top_k
+    return teacher
+
+
+_OF_STUDENT = ("activation_checkpoint", "debug", "distillation", "finetune", "loss", "moe")
+"""Tables that do not apply to a teacher."""

@@ -159,6 +159,8 @@ class Trainer:
             pretrained=pretrained_folder(config) is not None,
             weighted=self.data.weighted,
         )
+        if config.distillation.enable:
+            self._load_teacher()
         parameters = [*self.model_parts.named_parameters(), *self.model_parts.tied_copies()]
         self.optimizer = build_optimizer(parameters, config, n_layers=self.args.n_layers)
         for hook in self.model_parts.after_update:
@@ -171,6 +173,15 @@ class Trainer:
             device=self.device,
             in_backward=config.optimizer.early_step_in_backward,
         )
+
+    def _load_teacher(self) -> None:
+        from toolkit.finetune.distillation import DistillationObjective
+        from toolkit.weights.pretrained import load_hugging_face
+
+        objective = self.model_parts.objective
+        assert isinstance(objective, DistillationObjective)
+        folder = expand_user(self.config.distillation.teacher_path)
+        load_hugging_face(objective.teacher, folder, broadcast=False, group=self.file_group)
 
     def _groups(self) -> list[GroupSummary]:
         from toolkit.finetune.parameters import all_shapes, trained_names

@@ -16,7 +16,7 @@ from toolkit.config.finetune import Finetune
 from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstimation, Metrics, Profiling
 from toolkit.config.optimizer import LRScheduler, Optimizer
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
-from toolkit.config.training import Data, Evaluation, Loss, Model, MoE, Training, Validation
+from toolkit.config.training import Data, Distillation, Evaluation, Loss, Model, MoE, Training, Validation
 from toolkit.config.types import OnlyWith, Table, UnknownValue
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml
@@ -43,6 +43,7 @@ class Config(Table):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     loss: Loss = Loss()
+    distillation: Distillation = Distillation()
     moe: MoE = MoE()
     training: Training = Training()
     data: Data = Data()

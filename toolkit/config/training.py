@@ -122,6 +122,27 @@ class Loss(Table):
     """Weight of the squared log of the softmax denominator, which keeps logits small; 1e-4 in PaLM."""
 
 
+_TEACHER = OnlyWith("distillation.enable", rejected=True)
+
+
+class Distillation(Table):
+    """Training on the distribution of a frozen teacher, in addition to the labels."""
+
+    enable: bool = False
+    """Distill a teacher, which is sharded like the model and runs before each of its forwards."""
+    teacher_path: Annotated[str, _TEACHER, LocalPath()] = ""
+    """Hugging Face folder of the teacher, which must have the model's vocabulary."""
+    weight: Annotated[Fraction, _TEACHER] = 0.5
+    """Weight of the divergence from the teacher; that of the cross-entropy is 1 minus it."""
+    divergence: Annotated[Literal["forward_kl", "reverse_kl"], _TEACHER] = "forward_kl"
+    """Kullback-Leibler divergence: forward_kl covers all of the teacher's probable tokens, reverse_kl
+    concentrates on some of them."""
+    temperature: Annotated[PositiveFloat, _TEACHER] = 1.0
+    """Temperature of both distributions; above 1 it flattens them."""
+    top_k: Annotated[Positive, _TEACHER] = 64
+    """Number of the teacher's most probable tokens that are compared."""
+
+
 class MoE(Table):
     """Balance of a mixture of experts."""
 

@@ -33,6 +33,7 @@ class Objective:
         names: metrics logged in addition to the loss.
         fields: fields added to a micro-batch, with one row per sample.
         token_fields: fields of a micro-batch with one column per token.
+        models: further models that it runs, such as a teacher.
         measures: number of sums that :meth:`measure` returns.
         measured: these sums, over the global batch.
     """
@@ -41,6 +42,7 @@ class Objective:
     names: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     token_fields: tuple[str, ...] = ()
+    models: Sequence[nn.Module] = ()
     measures = 0
     measured: Tensor | None = None
 

@@ -216,7 +216,8 @@ class Pipeline(ModelParts):
         hidden = self._hidden(self.micro_batch, length, "meta").requires_grad_()
         loss_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         head = self.stages[self.last].output if self.last in self.stages else None
-        shapes = {"none": (self.micro_batch * length,), "scores": (self.micro_batch, length, 1)}
+        size = self.micro_batch * length
+        shapes = {"none": (size,), "pairs": (size, 2), "scores": (self.micro_batch, length, 1)}
         shape = shapes.get(head.reduction, ()) if head is not None else ()
         loss = torch.empty(shape, dtype=loss_dtype, device="meta", requires_grad=True)
         stages = [

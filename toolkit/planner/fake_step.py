@@ -204,7 +204,7 @@ def fake_run(
             parts = set(config.training.fused_parts) - {"loss"}
             stack.callback(fused.enable, fused.enable(parts))
         stack.enter_context(_CachedFakeMode())
-        for model in model_parts.models:
+        for model in (*model_parts.models, *model_parts.objective.models):
             model.to_empty(device=device)
             for module in model.modules():
                 if isinstance(module, OffloadedInput):
@@ -249,10 +249,10 @@ def step_memory(
     """Measure the memory of a step of ``rank`` in a :func:`fake_run`, whose experts get ``expert_load`` times
     the mean of rows. A row is one document; with several documents, attention on a CPU takes less memory."""
     options: dict[str, Any] = {"param_dtype": param_dtype, "target": target, "expert_load": expert_load}
-    with (
-        fake_run(config, args, layout, rank, **options) as run,
-        track_memory(run.model_parts.models, run.optimizer, run.state) as summarize,
-    ):
+    with ExitStack() as stack:
+        run = stack.enter_context(fake_run(config, args, layout, rank, **options))
+        models = [*run.model_parts.models, *run.model_parts.objective.models]
+        summarize = stack.enter_context(track_memory(models, run.optimizer, run.state))
         run.step()
         memory = summarize(_OFFLOADED if config.training.enable_cpu_offload else ())
         return memory.with_part(

@@ -92,9 +92,10 @@ def rank_state(
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         optimizer = _optimizer(config, parameters, args.n_layers)
+        frozen = [it for model in model_parts.objective.models for it in model.named_parameters()]
         return RankState(
             rank=rank,
-            parts=[_shard(name, parameter) for name, parameter in parameters],
+            parts=[_shard(name, parameter) for name, parameter in (*parameters, *frozen)],
             units=list(_units(model_parts, param_dtype)),
             optimizer_bytes=sum(local(it).nbytes for it in optimizer_tensors(parameters, optimizer).values()),
         )

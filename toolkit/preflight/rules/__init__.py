@@ -44,6 +44,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "parallelism.data_parallel",
         "training.enable_cpu_offload",
     ),
+    "distillation": ("distillation",),
     "evaluation": ("evaluation",),
     "finetune": ("finetune",),
     "nf4": ("finetune.lora.quantize_base",),
