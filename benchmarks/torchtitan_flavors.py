@@ -94,11 +94,11 @@ def report(results: dict[str, Kept], machine: str) -> str:
     lines = [
         "# torchtitan's integration tests",
         "",
-        f"`python -m benchmarks.torchtitan_flavors`: the {len(FLAVORS)} Llama 3 flavors of torchtitan "
-        "0.2.2's integration tests that are not switched off there, with their flags unchanged, from its "
-        f"configuration at `training.seq_len` {SEQ_LEN}, on a CPU. A flavor of two commands gives them one "
-        f"after another on one folder. {len(done) - refused - len(failures)} ran, {refused} were refused "
-        f"before they began, {len(failures)} failed. {machine}",
+        f"`python -m benchmarks.torchtitan_flavors` runs the {len(FLAVORS)} enabled Llama 3 flavors of "
+        "torchtitan 0.2.2's integration tests on a CPU. It uses torchtitan's configuration at "
+        f"`training.seq_len` {SEQ_LEN}, and the flags of each flavor unchanged. The commands of a flavor run "
+        f"one after another in the same folder. {len(done) - refused - len(failures)} flavors ran, {refused} "
+        f"were rejected before launch, and {len(failures)} failed. {machine}",
         "",
         "| flavor | ranks | flags | ended with |",
         "|---|---|---|---|",
