@@ -36,8 +36,8 @@ from tests.training import small_config, small_trainer
 from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES
 from toolkit.hardware import detect
+from toolkit.models import parameters
 from toolkit.models.common.parameter_table import ONES
-from toolkit.models.parameters import table
 from toolkit.models.registry import resolve, spec
 from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.pipeline_schedules import pipeline_stages
@@ -159,7 +159,7 @@ def write_teacher(folder: Path, vocab: int = 516) -> Path:
         sizes = {"dim": 48, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 52, "vocab_size": vocab}
         args = resolve("llama3", "debugmodel", **sizes)
         torch.manual_seed(7)
-        rows = table(args).values()
+        rows = parameters.table(args).values()
         tensors = {row.hf: torch.randn(row.hf_shape) * 0.2 + (row.init == ONES) for row in rows}
         config = spec(args.family).hf_config().write(args, dtype="float32", bos=None, eos=None, pad=None)
         part = folder.with_name(f"{folder.name}.{os.getpid()}")  # several ranks may come at once

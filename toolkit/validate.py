@@ -17,7 +17,7 @@ from toolkit.metrics.summary import perplexity
 from toolkit.models.from_config import pretrained_folder
 from toolkit.optim.ema import WeightAverage
 from toolkit.parallel.model_parts import ModelParts
-from toolkit.parallel.objective import MicroBatch, Objective, divisor
+from toolkit.parallel.objective import MicroBatch, Objective, WeightedObjective, divisor
 from toolkit.train_step import TrainState
 
 
@@ -44,6 +44,8 @@ class Validator:
         loader = validation_loader(config, data, dp_rank=dp_rank, dp_size=dp_size)
         assert loader is not None, "validation.enable is true"
         self.loader = loader
+        # Plain cross-entropy, without the teacher.
+        self._objective = WeightedObjective() if config.distillation.enable else None
         self._base = validation_loader(config, data, dp_rank=dp_rank, dp_size=dp_size, table=BASE_CORPUS)
 
     def due(self, step: int, *, last: bool = False) -> bool:
@@ -58,12 +60,13 @@ class Validator:
         steps, model_parts = self._options.steps, self._model_parts
         options = dict[str, Any](device=self._device, limit=None if steps == -1 else steps, stop=stop)
         values: dict[str, float] = {}
-        result = validate(model_parts, self.loader, **options)
+        result = validate(model_parts, self.loader, objective=self._objective, **options)
         if result and self._base and (last or state.step == 0):
             values = base_corpus_loss(model_parts, self._base, **options)
         values |= self._scores()
         averaged: dict[str, float] = {}
         if result and self._average and state.step:
+            options["objective"] = self._objective
             averaged = validate_average(self._average, model_parts, self.loader, **options) or {}
             scores = self._scores() if averaged else {}
             averaged |= {name.removeprefix("validation_"): value for name, value in scores.items()}

@@ -53,7 +53,9 @@ def test_losses_are_those_of_torch(divergence: Any, temperature: float, k: int) 
         first, second = teacher_TK, (logits_TV.gather(1, top_TK) / temperature).log_softmax(-1)
     divergences_T = F.kl_div(first, second, log_target=True, reduction="none").sum(-1) * temperature**2
     entropies_T = F.cross_entropy(logits_TV, labels_T, reduction="none")
-    torch.testing.assert_close(found_T2, torch.stack([entropies_T, divergences_T], -1), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        found_T2, torch.stack([entropies_T, divergences_T], -1), rtol=1e-12, atol=1e-13
+    )
     [expected] = torch.autograd.grad(entropies_T.sum() + divergences_T.sum(), logits_TV)
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
@@ -106,7 +108,9 @@ def test_a_step_has_the_loss_of_transformers_logits(tmp_path: Path, weight: floa
     entropies, divergences, count = 0.0, 0.0, 0
     for batch, logits_BSV in zip(found["batches"], found["logits"], strict=True):
         documents = batch["documents"][:, None, :]
-        mask = (documents == documents.mT) & torch.ones(documents.shape[-1], documents.shape[-1]).tril().bool()
+        mask = (documents == documents.mT) & torch.ones(
+            documents.shape[-1], documents.shape[-1]
+        ).tril().bool()
         bias = torch.where(mask, 0.0, -torch.inf)[:, None]
         with torch.no_grad():
             theirs = judge(batch["tokens"], attention_mask=bias, position_ids=batch["positions"]).logits

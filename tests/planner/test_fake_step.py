@@ -66,6 +66,7 @@ MORE = [
     "one freeze-first",
     "one norms-only",
     "one regularized",
+    "one distill",
     "one qwen2",
     "one mistral",
     "shard2 muon accumulate3",
@@ -119,7 +120,8 @@ def _measured(trainer: Trainer) -> tuple[StepMemory, int, int]:
     step()
     parts = trainer.model_parts
     state = optimizer_tensors([*parts.named_parameters(), *parts.tied_copies()], trainer.optimizer)
-    held = [it for model in parts.models for it in (*model.parameters(), *model.buffers())]
+    models = [*parts.models, *parts.objective.models]
+    held = [it for model in models for it in (*model.parameters(), *model.buffers())]
     storages = {
         it._cdata: it.nbytes() for it in (local(t).untyped_storage() for t in [*held, *state.values()])
     }
@@ -130,7 +132,7 @@ def _measured(trainer: Trainer) -> tuple[StepMemory, int, int]:
     for event in sorted(events, key=lambda it: it.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    with track_memory(parts.models, trainer.optimizer, state.values()) as noted:
+    with track_memory(models, trainer.optimizer, state.values()) as noted:
         step()
     return noted(), sum(storages.values()) + most, now
 

@@ -127,6 +127,7 @@ def test_every_option_of_torchtitan_at_its_default(tmp_path: Path) -> None:
         "health",
         "finetune",
         "loss",
+        "distillation",
         "moe",
         "parallelism",
         "comm",

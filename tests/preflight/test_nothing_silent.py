@@ -135,6 +135,7 @@ ACTS = {
     "compile.enable",
     "validation.enable",
     "evaluation.tasks",
+    "distillation.enable",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
     "comm.trace_buf_size",
