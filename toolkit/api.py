@@ -61,6 +61,7 @@ _PLAIN: dict[str, Any] = {
     "finetune": Finetune(),
     "optimizer.ema_decay": None,
     "loss": Loss(),
+    "distillation.enable": False,
     "model.converters": [],
     "training.epochs": None,
     "parallelism.tensor_parallel_degree": 1,
@@ -193,7 +194,7 @@ def new_model(config: Config, data: RunData) -> Decoder:
     tokens. The caller applies FSDP, mixed precision, activation checkpointing and torch.compile.
 
     Raises:
-        ConfigError: the configuration sets fine-tuning, another loss, converters, epochs, or tensor, context
+        ConfigError: the configuration sets fine-tuning, another loss, distillation, converters, epochs, or tensor, context
             or pipeline parallelism, which only :func:`run` supports.
     """
     rule, fix = "new_model builds the plain model only", "remove it, or train with toolkit.run(config)"
