@@ -70,8 +70,8 @@ def main() -> None:
     lines = [
         "# Growth of rounding errors",
         "",
-        f"`python -m benchmarks.growth --steps {options.steps}`: relative differences of the loss between two "
-        f"runs in fp64 of one process, with initial weights that differ by {CHANGE:.0e} of their values; the "
+        f"`python -m benchmarks.growth --steps {options.steps}`: relative differences of the loss "
+        f"between two runs in fp64 of one process, with initial weights that differ by {CHANGE:.0e} of their values; the "
         f"largest of ten steps. {machine}",
         "",
         f"| model | {' | '.join(f'step {step}' for step in every)} | largest gradient norm after step 10 |",

@@ -194,8 +194,8 @@ def new_model(config: Config, data: RunData) -> Decoder:
     tokens. The caller applies FSDP, mixed precision, activation checkpointing and torch.compile.
 
     Raises:
-        ConfigError: the configuration sets fine-tuning, another loss, distillation, converters, epochs, or tensor, context
-            or pipeline parallelism, which only :func:`run` supports.
+        ConfigError: the configuration sets fine-tuning, another loss, distillation, converters, epochs, or
+            tensor, context or pipeline parallelism, which only :func:`run` supports.
     """
     rule, fix = "new_model builds the plain model only", "remove it, or train with toolkit.run(config)"
     given = {key: attrgetter(key)(config) for key in _PLAIN}
