@@ -71,8 +71,8 @@ def main() -> None:
         "# Growth of rounding errors",
         "",
         f"`python -m benchmarks.growth --steps {options.steps}`: relative differences of the loss "
-        f"between two runs in fp64 of one process, with initial weights that differ by {CHANGE:.0e} of their values; the "
-        f"largest of ten steps. {machine}",
+        f"between two runs in fp64 of one process, with initial weights that differ by {CHANGE:.0e} of their "
+        f"values; the largest of ten steps. {machine}",
         "",
         f"| model | {' | '.join(f'step {step}' for step in every)} | largest gradient norm after step 10 |",
         "|---" * (len(every) + 2) + "|",
