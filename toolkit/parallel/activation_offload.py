@@ -2,8 +2,9 @@
 
 A checkpointed block saves little besides its input, B · S · D elements. A separate stream copies it to pinned
 host memory, overlapping computation, and copies it back when the backward of the next block begins. The
-block's backward therefore does not wait, and the device stores one extra input. Masks and rotations, which
-all blocks share, are not offloaded, nor are the operator outputs saved by selective checkpointing.
+block's backward therefore does not wait, at the cost of memory for one extra input on the device. Masks and
+rotations, which all blocks share, are not offloaded, nor are the operator outputs saved by selective
+checkpointing.
 
 Shapes: B batch, S sequence, D model dim.
 """
@@ -31,7 +32,7 @@ def apply_activation_offload(blocks: nn.ModuleDict, *, prefetch: bool = True) ->
 
 class OffloadedInput(ActivationWrapper):
     """A block that saves its first argument on the host. ``previous`` is the preceding block, whose backward
-    comes next."""
+    runs next."""
 
     def __init__(self, block: nn.Module, previous: OffloadedInput | None = None):
         super().__init__(block)

@@ -6,8 +6,8 @@ Weights, gradients and optimizer state keep their dtypes. Recipes, casts and ker
 T tokens of a micro-batch, K input features, N output features.
 
 A matrix sharded by tensor or context parallelism uses the scales of the full matrix: maxima are reduced over
-its ranks, so that a layer computes the same as on one rank. They are not reduced over data-parallel ranks,
-so activation scales belong to one micro-batch.
+its ranks, so that a layer computes the same values as on one rank. They are not reduced over data-parallel
+ranks, so activation scales belong to one micro-batch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def apply_float8(model: Decoder, options: Options, *, verbose: bool = False) -> 
 
 
 class ShardedFloat8Linear(nn.Linear):
-    """Float8 replacement of ``linear`` with the same weight; scales are those of the full matrices."""
+    """Float8 replacement of ``linear`` with the same weight; its scales are those of the full matrices."""
 
     def __init__(self, linear: nn.Linear, config: Float8LinearConfig):
         nn.Module.__init__(self)
@@ -124,7 +124,7 @@ class ShardedFloat8Linear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
     def reset_scale(self) -> None:
-        """Discard the precomputed scale; the all-gather computes it until the next update."""
+        """Discard the precomputed scale; the all-gather computes the scale until the next update."""
         if all_gather := _float8_all_gather(self):
             all_gather.scale = None
 
@@ -194,7 +194,7 @@ def _cast(
 
 
 def _multiply(a: Tensor, b: Tensor, *, emulate: bool) -> Tensor:
-    """Compute the matmul a b of two float8 matrices, or of two others; emulation uses at least fp32."""
+    """Multiply two float8 matrices, or two of another dtype; emulation uses at least fp32."""
     if not (emulate and isinstance(a, Float8TrainingTensor) and isinstance(b, Float8TrainingTensor)):
         return torch.mm(a, b)
     precise = torch.promote_types(a.dtype, torch.float32)

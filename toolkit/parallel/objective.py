@@ -47,8 +47,8 @@ class Objective:
     def measure(
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> Tensor:
-        """Return this rank's contribution to sums that the loss of every micro-batch depends on, without
-        gradients: (measures,) fp64."""
+        """Return this rank's contribution, without gradients, to sums on which the loss of every micro-batch
+        depends: (measures,) fp64. (measures,) fp64."""
         raise NotImplementedError
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
