@@ -1,8 +1,8 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) on CPUs, one chunk of tokens at a time.
 
-torch has a fused kernel only for CUDA. On a CPU its norm is four operators and its gradient about fifteen,
-each of which reads and writes all tokens in fp32. A chunk stays in a core's cache throughout. For backward,
-the input and one value per token are saved.
+torch has a fused kernel only for CUDA. On a CPU, its norm takes four operators and its gradient about
+fifteen, each of which reads and writes all tokens in fp32. Here a chunk stays in a core's cache throughout.
+For backward, the input and one value per token are saved.
 
 Shapes: T tokens, or heads of tokens, R of them per chunk, D elements each.
 """
