@@ -44,7 +44,7 @@ class BackgroundWriter:
         }
 
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
-        """Return the previous copy of this name, or a new buffer if that does not fit."""
+        """Return the previous copy of this name, or a new buffer if the copy does not fit."""
         copy = self._copies.get(name)
         if copy is not None and (copy.shape, copy.dtype) == (shard.shape, shard.dtype):
             return copy
