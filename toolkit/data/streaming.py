@@ -1,10 +1,10 @@
 """Text tokenized during training, from local files or object storage, without disk use.
 
-The files are distributed over V shards, in another order in each epoch, and a shard packs the text of its
+In each epoch, the files are distributed over V shards in another order, and each shard packs the text of its
 files into rows. Sample k of the run is row k // V of shard k mod V, regardless of ranks and workers. V is the
-largest divisor of the global batch up to the number of files. A rank reads the shards of its rows; if several
-ranks have rows of one shard, each reads it. The position of a shard is the start of its next row: an epoch, a
-file, a chunk of the file and a token of the chunk.
+largest divisor of the global batch up to the number of files. A rank reads the shards that contain its rows;
+ranks whose rows are in the same shard each read it. The position of a shard is the start of its next row:
+epoch, file, chunk of the file, and token of the chunk.
 
 Memory use is two chunks of 128 KiB of text per shard. Resuming reads the current file of each shard up to the
 current chunk, and tokenizes that chunk.
@@ -236,7 +236,7 @@ class StreamedLoader(Loader):
         return self._start + self._taken // micro_batches * self._batch.total
 
     def conversations(self) -> Iterator[str]:
-        """Return nothing: plain text has no conversation statistics."""
+        """Return an empty iterator: plain text has no conversation statistics."""
         return iter(())
 
     def __iter__(self) -> Iterator[Batch]:

@@ -4,7 +4,7 @@ A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON o
 document in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Both kinds may be
 compressed (``.txt.gz``, ``.jsonl.zst``).
 
-A chunk is about 1 MiB of a file: whole JSON rows, or a segment of a text file
+A chunk is about 1 MiB of a file: whole JSON rows or a segment of a text file
 (:mod:`toolkit.data.text_segments`).
 """
 

@@ -1,8 +1,8 @@
 """Segments of a text file that is too long to be tokenized at once.
 
 The boundaries depend only on the file's bytes, not on the number of processes. A segment ends after at least
-1 MiB, before the first line that does not start with whitespace, where a byte-pair tokenizer gives the same
-ids as for the whole text; or before a space, if no such line follows within another 1 MiB.
+1 MiB, before the first line that does not start with whitespace. There a byte-pair tokenizer returns the same
+ids as for the whole text. If no such line follows within another 1 MiB, the segment ends before a space.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A message is a mapping with ``role`` and ``content``. Every format takes the ids of special tokens from the
 tokenizer and encodes the rest as plain text, so that "<|eot_id|>" or "</s>" in a message stays text and
-cannot end its turn. BOS is added by the format, and only once.
+cannot end its turn. The format adds BOS, and only once.
 
 :func:`chat_format` uses the requested format, else the tokenizer's own template
 (:mod:`toolkit.data.chat.template`), else the format whose special tokens exist in the tokenizer.

@@ -54,8 +54,8 @@ _LEAST, _MOST = 1e-9, 1e9
 class Conversation(NamedTuple):
     """Messages with role and content. ``weights`` are the loss weights of messages, if not 1, to be
     multiplied by the row's ``weight``. The assistant's messages before message ``first`` belong to a prompt
-    and are not in the loss. ``tools`` are the callable tools. ``desirable`` is the label of an answer,
-    ``margin`` that by which the chosen answer of a pair is better."""
+    and are not in the loss. ``tools`` are the callable tools. ``desirable`` is the label of an answer, and
+    ``margin`` the margin by which the chosen answer of a pair is better."""
 
     messages: list[dict[str, Any]]
     weights: Mapping[int, float] = {}
@@ -68,8 +68,8 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A format, with the names of columns and keys in a corpus. Pairs can have more ``data``: the answers are
-    conversations of their own with "labels", or have "margins"."""
+    """A format, with the names of columns and keys in a corpus. Pairs can have more ``data``: "labels", where
+    each answer is a separate conversation, or "margins"."""
 
     format: str
     renamed: tuple[tuple[str, str], ...] = ()
