@@ -73,8 +73,8 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 
 
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
-    """Return the initial distribution of an adapter's parameter, chosen to leave the model almost
-    unchanged."""
+    """Return the initial distribution of an adapter's parameter, such that the model hardly changes at
+    first."""
     if name.endswith("lora_a"):  # the same variance as PEFT's uniform distribution
         return Init(std=(3 * shape[-1]) ** -0.5)
     return {

@@ -1,5 +1,5 @@
 """LLaMA-Adapter: learned prompts in the last blocks, added through gates that start at zero, so that training
-starts from the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
+starts with the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
 
 The block's projections compute a prompt's keys and values, without RoPE. The prompt's softmax is separate
 from the tokens' softmax. Its result is added before the output projection, multiplied by tanh of a gate per

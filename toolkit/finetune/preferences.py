@@ -1,12 +1,12 @@
 """Preference optimization: increases the probability of the chosen answer to a prompt over that of the
 rejected one.
 
-DPO and KTO do so relative to a reference. If it is the model without its adapter, it runs first, without
-gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the answer's
-probabilities. Otherwise the sums of the reference are read (:mod:`toolkit.finetune.reference`). CPO, SimPO
-and ORPO have no reference: the sums are log-probabilities. Reward models score answers. A pair is two
-documents of a row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers
-with a label.
+DPO and KTO compare the model with a reference. If the reference is the model without its adapter, it runs
+first, without gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the
+answer's probabilities. Otherwise the sums of the reference are read from disk
+(:mod:`toolkit.finetune.reference`). CPO, SimPO and ORPO have no reference: the sums are log-probabilities.
+Reward models score answers. A pair is two documents of a row: document 2n is chosen, and 2n + 1 rejected. All
+pairs have equal weight. KTO learns from single, labeled answers.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """
@@ -116,8 +116,8 @@ class RewardObjective(PreferenceObjective):
 
 
 class DPOObjective(PreferenceObjective):
-    """The same relative to the model without its adapter, or to ``stored`` log-probabilities of the
-    conversations of the run (conversations, columns) fp64."""
+    """A :class:`PreferenceObjective` relative to the model without its adapter, or to ``stored``
+    log-probabilities (conversations, columns) fp64 of the run's conversations."""
 
     fields: tuple[str, ...] = ("answers", "learnt", "reference")
     columns: tuple[str, ...] = ("",)
@@ -171,9 +171,9 @@ class DPOObjective(PreferenceObjective):
 class KTOObjective(DPOObjective):
     """The mean over single answers of KTO's losses, with the reward metrics that trl reports.
 
-    The KL divergence that they depend on is the mean log-ratio of the mismatched answers of the global
-    batch (:mod:`toolkit.data.preference_rows`), so that it is the same on any mesh. They run before the
-    step, without gradients.
+    The losses depend on a KL divergence, estimated as the mean log-ratio of the mismatched answers of the
+    global batch (:mod:`toolkit.data.preference_rows`), so that it is the same on any mesh. Mismatched answers
+    run before the step, without gradients.
     """
 
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
@@ -229,7 +229,7 @@ class KTOObjective(DPOObjective):
 
 
 def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> PreferenceObjective:
-    """Return the objective that ``finetune.objective`` names."""
+    """Return the objective selected by ``finetune.objective``."""
     match options.objective:
         case "dpo":
             return DPOObjective(partial(dpo_losses, options=options.dpo), group)
