@@ -120,7 +120,7 @@ def prepare(
     writes the Hugging Face format. The checkpoint of an adapter is converted as its base with the adapter
     merged.
 
-    The tokenizer is ``tokenizer``, else the one next to the weights, else the one from training. For a
+    The tokenizer is ``tokenizer``, else the one next to the weights, else the one used in training. For a
     checkpoint, ``out`` is a step-N folder, or the parent folder for step-0. ``hashes`` verifies a source
     checkpoint first. ``ema`` reads the moving average of its trained weights.
 

@@ -156,7 +156,7 @@ def _reject_unknown(given: Fields, kind: type) -> None:
 
 
 def _scaling(given: Fields) -> Scaling:
-    """Read a scaling, of the class that has its fields."""
+    """Read RoPE scaling as the class that has these fields."""
     factor = given.positive("factor")
     if given.values.keys() == {"factor"}:
         return LinearScaling(factor)
