@@ -114,9 +114,8 @@ class Checkpointer:
     # Loading
 
     def restore(self, on_initial: Callable[[], object] | None = None) -> None:
-        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint.
-        ``on_initial`` is called once the initial weights are loaded, as they then are even before
-        resuming."""
+        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint. With
+        ``on_initial``, the initial weights are loaded even before resuming; it is called with them."""
         options = self._options
         if not options.load_only:
             self.manager.remove_leftovers(exports=self.exporter.folder)

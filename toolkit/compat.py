@@ -145,7 +145,8 @@ def checkpointed(wrapper: Any) -> Any:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return the tensor that stores this rank's shard of a DTensor."""
+    """Return the tensor that stores this rank's shard of a DTensor. to_local() is differentiable, waits for
+    collectives, and returns a new tensor for a parameter."""
     return tensor._local_tensor
 
 

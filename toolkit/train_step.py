@@ -37,7 +37,7 @@ class TrainState:
     """Progress of a run.
 
     The learning rate schedule counts steps from ``schedule_start``. It is nonzero if a part of the checkpoint
-    was not loaded. It is negative if the step was excluded, so that the run counts from 0 while the schedule
+    was not loaded, and negative if the step was excluded, so that the run counts from 0 while the schedule
     continues.
     """
 

@@ -161,7 +161,7 @@ def base_corpus_loss(
     model_parts: ModelParts, batches: Iterable[MicroBatch], **options: Any
 ) -> dict[str, float]:
     """Return loss (nats per token) and perplexity on a corpus that is not trained on, with any adapter; empty
-    if stopped before the end."""
+    if stopped before the end. ``options`` are passed to :func:`validate`."""
     result = validate(model_parts, batches, objective=_NextToken(), **options)
     if result is None:
         return {}

@@ -75,8 +75,7 @@ def apply_fsdp(
 
     ``units`` are in forward order; nested units follow their outer unit. ``mesh`` is 1-D (shard) or 2-D
     (replicate × shard); under expert parallelism, experts are units of their own on ``expert_mesh``. Logits
-    have the policy's ``output_dtype``. ``bitwise`` sums gradients in an order that does not depend on the
-    mesh.
+    have the policy's ``output_dtype``. ``bitwise`` sums gradients in an order that is the same on any mesh.
     """
     if expert_mesh is not None:
         units = _with_experts(model, units)
