@@ -22,7 +22,7 @@ __all__ = ["check", "describe", "hardware_of", "load", "notes", "raise_problems"
 
 def load(argv: Sequence[str], check: Callable[[Config], object]) -> Config:
     """Load the config of ``argv``. Invalid settings are reported together with problems of the other
-    settings, for which ``check`` raises.
+    settings, which ``check`` raises.
 
     Raises:
         ConfigError: See :func:`toolkit.config.load_config`.

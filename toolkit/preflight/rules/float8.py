@@ -111,7 +111,7 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def float8_gathered(run: PlannedRun) -> list[Problem]:
-    """Check that weights can be gathered in float8: one scale per weight, on the device, from all shards."""
+    """Check that weights can be gathered in float8: one scale per weight, on the device, from all ranks."""
     config, options = run.config, run.config.quantize.linear.float8
     if not _on(run):
         return []
@@ -146,7 +146,7 @@ def float8_without_adapter(run: PlannedRun) -> list[Problem]:
 
 @note
 def float8_notes(run: PlannedRun) -> list[str]:
-    """Note the float8 layers and what their scales depend on."""
+    """Note the float8 layers and the dependencies of their scales."""
     options = run.config.quantize.linear.float8
     if not _on(run) or run.model is None or run.mesh is None:
         return []
