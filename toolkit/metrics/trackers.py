@@ -22,8 +22,8 @@ class Tracker(ABC):
     """Sends the metrics of a run to a service.
 
     A resumed run continues the service's run, whose ID is in a file in the run folder; some steps are sent
-    again, with equal values. A failure is reported once through ``say`` and stops this tracker, not the
-    training. If every rank logs, each has its own run, whose name ends in ``rank``.
+    again, with equal values. A failure is reported once through ``say``, and stops this tracker but not the
+    training. If every rank logs, each has a separate run, whose name ends in ``rank``.
 
     Attributes:
         title: name of the service in messages.
