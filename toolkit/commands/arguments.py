@@ -20,8 +20,8 @@ from toolkit.errors import ConfigError, Problem, ToolkitError, redact
 
 
 def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Return the parser of a subcommand whose help is the docstring of its module: the first line above the
-    arguments, the rest below them. ``options`` are those of ArgumentParser."""
+    """Return the parser of a subcommand. Its help is the docstring of the command's module: the first line
+    above the arguments, the rest below them. ``options`` are those of ArgumentParser."""
     summary, _, rest = (doc or "").partition("\n")
     return argparse.ArgumentParser(
         prog=f"{NAME} {name}",
@@ -106,7 +106,7 @@ def _imported(name: str) -> str:
 
 @contextmanager
 def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
-    """Replace config keys by a program's flags in the problems that are raised inside.
+    """Replace config keys by a program's flags in the problems that are raised inside the context.
 
     ``flags`` maps keys to flags; a key with its table matches without the table too.
     """

@@ -23,7 +23,7 @@ _SCHEMA = re.compile(r"^#:schema .*\n")
 
 
 def text_of(name: str) -> str:
-    """Return the text of a preset, as a file outside its folder has it.
+    """Return the text of a preset, adjusted for a file outside of its folder.
 
     Raises:
         ConfigError: there is no such preset.

@@ -66,7 +66,7 @@ def check(config: Config) -> None:
 def prepare(config: Config, processes: int, *, verify: bool) -> None:
     """Build the token caches of ``config`` with ``processes`` (0: one per core), and print a line for each.
 
-    ``verify`` checks existing caches completely.
+    With ``verify``, existing caches are checked completely.
     """
     tokenizer = run_tokenizer(config)
     if config.data.streaming:

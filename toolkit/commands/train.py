@@ -27,7 +27,7 @@ _SAMPLE = "It was"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch the run and return its exit code; without a config, that of the debug model."""
+    """Launch the run and return its exit code; without a config, launch the debug model."""
     words = [*argv]
     if {"-h", "--help"} & {*words}:
         print(__doc__)
