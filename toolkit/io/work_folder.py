@@ -1,7 +1,7 @@
 """Folders that are created atomically by one rename, and can be resumed after a kill. Imports no torch.
 
-Until the rename, a folder has a temporary name next to the final one that contains a hash of the plan, so
-that a process with the same plan finds finished files.
+Until the rename, a folder has a temporary name next to the final one. The name contains a hash of the plan,
+so that a process with the same plan finds finished files.
 """
 
 from __future__ import annotations
