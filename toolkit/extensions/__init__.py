@@ -1,13 +1,13 @@
 """Register custom models, optimizers, losses, schedules, datasets, converters and config tables.
 
-The module in ``job.custom_import`` is imported by the launcher and by every rank before the configuration is
-checked, and calls the functions here. Registered components are treated like built-in ones: their names are
-values of the corresponding key in ``--help``, messages and checks. ``docs/extending.md`` shows examples.
+The launcher and every rank import the module in ``job.custom_import`` before the configuration is checked; it
+calls the functions here. Registered components are treated like built-in ones: their names are values of the
+corresponding key in ``--help``, messages and checks. ``docs/extending.md`` shows examples.
 
     from toolkit.extensions import Table, register_optimizer
 
-Import torch inside the registered functions, not in the module: the checks run without torch and would be as
-slow as its import.
+Import torch inside the registered functions, not in the module: the checks run without torch, whose import
+would make them slow.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def register_optimizer(
     """Make ``name`` a value of optimizer.name.
 
     ``build(named_parameters, config)`` returns a torch.optim.Optimizer over the parameters that require
-    gradients, which are DTensors. Its method ``fresh_state(parameter, group)`` returns the initial state
-    tensors of a parameter by name; checkpoints are loaded into them, and the optimizer must have no other
-    state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are rejected with another
-    optimizer.
+    gradients, which are DTensors. The optimizer's method ``fresh_state(parameter, group)`` returns the
+    initial state tensors of a parameter by name. Checkpoints are loaded into these, and the optimizer must
+    have no other state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are
+    rejected with another optimizer.
     """
     _register("optimizer.name", name, build, options)
 
@@ -115,14 +115,14 @@ def register_model_converter(
     """Make ``name`` a value of model.converters.
 
     ``build(config)`` returns an object whose ``convert(model)`` changes a model in place, on the meta device,
-    before it is sharded; it is called for each pipeline stage separately. An optional
+    before it is sharded; this is called for each pipeline stage separately. An optional
     ``post_optimizer_hook(models)`` is called after each update. ``options`` are the keys of [model.NAME].
     """
     _register("model.converters", name, build, options)
 
 
 def register_family(name: str, spec: ModelSpec) -> None:
-    """Add the models of ``spec``, whose ModelArgs have the family ``name``.
+    """Register the models of ``spec``, whose ModelArgs have the family ``name``.
 
     Their names and flavors become values of model.name and model.flavor.
     """
@@ -226,7 +226,7 @@ def _check_table(table: Any) -> None:
 
 
 def _is_supported(annotation: Any) -> bool:
-    """Report whether messages and ``--help`` support a type."""
+    """Report whether messages and ``--help`` support the type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _is_supported(arguments[0])
