@@ -86,8 +86,7 @@ def start(config: Config) -> Iterator[torch.device]:
     """Join the process group and yield this rank's device.
 
     The ranks are those that torchrun started, or this process alone. The group is destroyed at the end,
-    unless an error is raised, because other ranks may still be waiting in it. An existing group is used and
-    kept.
+    unless an error is raised, because other ranks may still be waiting in it. An existing group is kept.
 
     Raises:
         ConfigError: the preflight finds problems for this number of ranks, or the configuration requests a

@@ -37,8 +37,7 @@ class TrainState:
     """Progress of a run.
 
     The learning rate schedule counts steps from ``schedule_start``. It is nonzero if a part of the checkpoint
-    was not loaded, and negative if the step was excluded, so that the run counts from 0 while the schedule
-    continues.
+    was not loaded. If the step was excluded, it is negative: the run counts from 0, the schedule continues.
     """
 
     step: int = 0

@@ -41,8 +41,7 @@ def assets_folder(path: str) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file for reading, if it is regular: a FIFO would wait for its writer, and a device may have no
-    end.
+    """Open a regular file for reading; a FIFO would wait for its writer, and a device may have no end.
 
     Raises:
         OSError: It cannot be opened, is not a regular file, or no file can have this name.

@@ -42,8 +42,8 @@ def build_loader(
     With the training table, the loader is infinite, and each epoch has its own order. With the validation
     table, it yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding
     is 0 (it is neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored
-    without workers, as in torchtitan. :mod:`toolkit.data.dataloader` describes ``interleaved`` and
-    ``numbered``.
+    without workers, as in torchtitan. For ``interleaved`` and ``numbered``, see
+    :mod:`toolkit.data.dataloader`.
 
     Raises:
         DataError: A corpus is shorter than one sample.

@@ -3,8 +3,8 @@
 For a start at sample s, global batch g contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank
 r of R takes the r-th of R equal shards, ``local_batch_size`` samples at a time; if ``interleaved``, it takes
 every R-th micro-batch, starting with the r-th. The samples do not depend on workers, prefetch depth or number
-of ranks. The loader's state is therefore one counter, with a description of the counted samples by which
-another corpus or mixture is rejected.
+of ranks. The loader's state is therefore one counter, with a description of the samples, which detects
+another corpus or mixture.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """NF4: frozen weights of linear layers in 4 bits. Each is one of 16 levels times the scale of its block
-(QLoRA: Dettmers et al. 2023, arXiv:2305.14314). Dettmers et al. 2023, arXiv:2305.14314).
+(QLoRA: Dettmers et al. 2023, arXiv:2305.14314).
 
 A block is 64 elements of a row; its scale is their largest magnitude, in fp32. Levels, codes and scales are
 bit-identical to those of bitsandbytes. Each block is stored as 32 bytes of codes, two per byte, followed by

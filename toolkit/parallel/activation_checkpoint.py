@@ -9,7 +9,7 @@ attention is always saved and elementwise operators never are. Matmuls are saved
 than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per key. w1 and w3, which
 widen, would take another 7 D at a width of 3.5 D, and save the fewest FLOPs per byte of all matmuls, so they
 are recomputed. These are 54% of a block's matmul FLOPs; mode "full" recomputes all matmuls and attention.
-Reduce-scatters are saved too, because repeating them costs time, though no FLOPs.
+Reduce-scatters are saved too: repeating them costs time, though no FLOPs.
 
 Under tensor parallelism the rule applies to a rank's shards: the outputs of w1 and w3 become narrow enough to
 save, and the outputs of wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
@@ -17,8 +17,7 @@ All-gathers are never saved: their output is tp times as large as their input. (
 recomputed although nothing needs them; ``early_stop`` avoids this for w2.)
 
 In every mode, routers choose experts only once: recomputed scores, rounded differently, could choose others,
-and gradients would then belong to another forward. Blocks recomputed as a whole save the choices, 8 bytes
-each.
+and gradients would belong to another forward. Blocks recomputed as a whole save the choices (8 bytes each).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ They use torch's functional collectives, which torch.compile traces and can over
 for the result at once: torch 2.13 drops the gradient of a pending collective that enters a compiled block.
 
 torch gathers and scatters along the first dimension; other dimensions need a copy, unless all preceding
-dimensions have size 1 (a single sequence). Another dimension needs a copy, unless all preceding dimensions
-have size 1 (a single sequence).
+dimensions have size 1 (a single sequence).
 """
 
 from __future__ import annotations

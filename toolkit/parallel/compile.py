@@ -45,8 +45,7 @@ def set_cache_folder(folder: Path) -> None:
 
 
 def limit_recompilation() -> None:
-    """Allow 64 graphs per function (for kinds of blocks, batch shapes, gradients, adapters), then raise an
-    error.
+    """Allow 64 graphs per function (kinds of blocks, batch shapes, gradients, adapters), then raise an error.
 
     DPO with validation exceeds torch's limit of 8, as does FlexAttention at several lengths, which then
     silently computes all S x S scores.

@@ -48,7 +48,7 @@ class Objective:
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> Tensor:
         """Return this rank's contribution, without gradients, to sums on which the loss of every micro-batch
-        depends: (measures,) fp64. (measures,) fp64."""
+        depends: (measures,) fp64."""
         raise NotImplementedError
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:

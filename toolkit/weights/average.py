@@ -2,8 +2,7 @@
 
 Averaging the last checkpoints of a run removes noise of the last steps, as a decay of the learning rate does
 (LAWA: Kaddour 2022, arXiv:2209.14981). An average of runs that start from the same weights is a model soup
-(Wortsman et al. 2022, arXiv:2203.05482). Kaddour 2022, arXiv:2209.14981); averaging runs that start from the
-same weights is a model soup (Wortsman et al. 2022, arXiv:2203.05482).
+(Wortsman et al. 2022, arXiv:2203.05482).
 """
 
 from __future__ import annotations

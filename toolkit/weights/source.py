@@ -1,5 +1,4 @@
-"""The interface of weight sources: tensors on disk, in any format, under our names, read as a whole or by
-region.
+"""The interface of weight sources: tensors on disk, in any format, by our names, read whole or by region.
 
 ``open.py`` finds the source of a folder.
 
