@@ -1,8 +1,8 @@
 """Private names of torch, each with the reason why no public name suffices, and backports for Python 3.10.
 
-Import torch's private names only from here, by the keys of :data:`PRIVATE`. Each is resolved on first use:
-some load torch's compiler, and this file must import without torch. ``tests/test_compat.py`` checks that each
-exists and that no other file uses private names.
+Import torch's private names only from here, by the keys of :data:`PRIVATE`. A name is resolved on first use,
+because some load torch's compiler and this file must import without torch. ``tests/test_compat.py`` checks
+that each exists and that no other file uses private names.
 """
 
 from __future__ import annotations

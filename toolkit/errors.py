@@ -202,5 +202,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape newlines as well as the characters of :func:`printable`."""
+    """Escape newlines, and the characters that :func:`printable` escapes."""
     return printable(text).replace("\n", "\\n")

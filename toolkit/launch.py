@@ -6,10 +6,10 @@ All arguments are passed to ``toolkit.train``; environment variables describe th
 (:func:`launch_from`). The configuration is checked before any rank starts. If SAMPLE is set, a finished run
 prints the model's continuation of that text.
 
-The ranks of a single-node run rendezvous at a port of their own. With several nodes, the launchers rendezvous
-and restart after failures (``launcher/nodes.py``). Nothing here imports torch: to start two empty ranks on a
-2-core machine, torchrun takes 2.5 s, mostly for its imports, and this launcher takes 0.4 s
-(benchmarks/startup.py). torchrun can start ``toolkit.train`` too, but it turns every exit code into 1, is
+The ranks of a single-node run rendezvous at a port that the launcher reserves. With several nodes, the
+launchers rendezvous and restart after failures (``launcher/nodes.py``). Nothing here imports torch: to start
+two empty ranks on a 2-core machine, torchrun takes 2.5 s, mostly for its imports, and this launcher takes 0.4
+s (benchmarks/startup.py). torchrun can start ``toolkit.train`` too, but it turns every exit code into 1, is
 killed by SIGUSR1, and kills ranks that take more than 30 s to save.
 """
 

@@ -1,7 +1,8 @@
-"""Training process: ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
+"""The training process, ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
 
 It runs alone, or as one rank under ``run_train.sh``, torchrun or srun. The configuration is checked before
-torch is imported, so that a mistake is reported within a fraction of a second. Exit codes: `toolkit.errors`.
+torch is imported, so that a mistake is reported within a fraction of a second. Exit codes are in
+`toolkit.errors`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # imported only by runs that use them
 class TrainState:
     """Progress of a run.
 
-    The learning rate schedule counts steps from ``schedule_start``. It is nonzero if a part of the checkpoint
-    was not loaded. If the step was excluded, it is negative: the run counts from 0, the schedule continues.
+    The learning rate schedule counts steps from ``schedule_start``. ``schedule_start`` is nonzero if a part
+    of the checkpoint was not loaded. If the step was excluded, it is negative: the run counts from 0.
     """
 
     step: int = 0
@@ -162,8 +162,8 @@ class TrainStep:
     def _read(self, measured: Tensor) -> list[float]:
         """Copy the gradient norm, two counts, the loss and other reported values to the host.
 
-        This is the step's only synchronization. It is needed because a nonfinite gradient must not reach the
-        parameters, and all ranks must know of a stop request.
+        This is the step's only synchronization. It is necessary because a nonfinite gradient must not reach
+        the parameters, and all ranks must know of a stop request.
         """
         if not self.updates_ahead:
             return cast("list[float]", measured.tolist())

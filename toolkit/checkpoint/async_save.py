@@ -1,6 +1,6 @@
 """Asynchronous checkpoints: training continues while a thread writes copies of the tensors.
 
-The copies take as much host memory as the rank's share of the checkpoint. They are allocated at the first
+The copies take as much host memory as the rank's share of the checkpoint. Copies are allocated at the first
 save and reused; in pinned memory, torch rounds each tensor up to a power of two.
 """
 

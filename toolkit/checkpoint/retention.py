@@ -28,7 +28,7 @@ def steps_to_delete(
 ) -> list[int]:
     """Return the steps to delete, out of the ascending ``steps``.
 
-    Kept are ``newest``, which was saved last; the ``keep_latest_k`` − 1 highest others (0: all);
+    The kept steps are ``newest``, which was saved last; the ``keep_latest_k`` − 1 highest others (0: all);
     ``also_kept``; and multiples of ``keep_every_n``.
     """
     others = [step for step in steps if step != newest]

@@ -20,8 +20,8 @@ from toolkit.errors import ConfigError, Problem, ToolkitError, redact
 
 
 def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Return the parser of a subcommand. Its help is the docstring of the command's module: the first line
-    above the arguments, the rest below them. ``options`` are those of ArgumentParser."""
+    """Return the parser of a subcommand. The help text is the docstring of the command's module: the first
+    line above the arguments, the rest below them. ``options`` are those of ArgumentParser."""
     summary, _, rest = (doc or "").partition("\n")
     return argparse.ArgumentParser(
         prog=f"{NAME} {name}",

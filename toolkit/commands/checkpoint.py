@@ -50,7 +50,7 @@ GIB = 2**30
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """Find the checkpoint folder: ``folder`` itself, or the one inside a run's folder.
+    """Find the checkpoint folder, which is ``folder`` itself or inside a run's folder.
 
     Raises:
         CheckpointError: there is none, or it cannot be listed.

@@ -204,7 +204,7 @@ def talk(dialog: Dialog, terminal: Terminal, loaded: LoadedModel | None = None) 
 
 
 def run(asked: argparse.Namespace) -> None:
-    """Load the model and hold the dialog on the terminal."""
+    """Load the model and run the dialog on the terminal."""
     sampling = sampling_as_asked(asked)
     given: dict[str, bool | str] | None = asked.chat_template_kwargs
     if asked.format:

@@ -10,8 +10,8 @@ An adapter (a checkpoint or PEFT folder) loads its base; --adapter adds one to M
 Several evaluations can be combined; --output writes the results as JSON. Tasks need the extra eval:
 .venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
-A text begins with BOS if the tokenizer adds it, else with EOS. Each of its tokens is predicted once, in
-windows of --seq-len tokens, of which only the last overlaps the previous one, unless --stride is smaller. The
+A text begins with BOS if the tokenizer adds it, else with EOS. Each token of a text is predicted once, in
+windows of --seq-len tokens. Unless --stride is smaller, only the last window overlaps the previous one. The
 validation set is packed, masked and averaged as in training. Exit codes: 0 done, 2 invalid arguments, 3
 unusable model, tokenizer or text.
 """

@@ -3,9 +3,9 @@
     llama-toolkit report outputs
     llama-toolkit report outputs -o report.html
 
-It is built from the files in the run's folder: metrics.jsonl (with metrics.save_for_all_ranks also those of
-the other ranks, which are compared), heartbeat.json and config.toml. The run may still be running. Needs
-matplotlib (extra `plot`).
+The report is built from the files in the run's folder: metrics.jsonl (with metrics.save_for_all_ranks also
+those of the other ranks, which are compared), heartbeat.json and config.toml. The run may still be running.
+Needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Parse command-line settings: ``--table.key value``, ``--table.key=value``, ``--table.key`` for true and
-``--table.no-key`` for false; hyphens may replace underscores in names of tables and keys."""
+"""Parse command-line settings of the form ``--table.key value``, ``--table.key=value``, ``--table.key`` for
+true and ``--table.no-key`` for false; hyphens may replace underscores in names of tables and keys."""
 
 from __future__ import annotations
 

@@ -215,8 +215,8 @@ class Finetune(Table):
 
     @property
     def stores_reference(self) -> bool:
-        """Return whether the reference's log-probabilities are computed before training. They are if the
-        model without its adapter would not be the reference."""
+        """Return whether the reference's log-probabilities are computed before training. This is necessary if
+        the model without its adapter would not be the reference."""
         return self.refers and (not self.adds or bool(self.trainable or self.adapter_path))
 
     @property

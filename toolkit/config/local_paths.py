@@ -33,8 +33,8 @@ def expand_user(path: str | os.PathLike[str], *, inside: Path | None = None) -> 
 
 
 def assets_folder(path: str) -> Path:
-    """Return the folder of ``model.hf_assets_path``. It is that of the included tokenizer for
-    :data:`EMBEDDED_TOKENIZER`, and for torchtitan's default path if that folder does not exist."""
+    """Return the folder of ``model.hf_assets_path``. It is the folder of the included tokenizer for
+    :data:`EMBEDDED_TOKENIZER`, and for torchtitan's default path if that does not exist."""
     if path == EMBEDDED_TOKENIZER or (path == _TORCHTITANS_TOKENIZER and not os.path.exists(path)):
         return _TOKENIZER_FOLDER
     return expand_user(path)

@@ -83,7 +83,7 @@ class OnlyWith:
 
     Alternatively, it is read if ``switch`` is a number larger than ``above``. A switch that starts with a dot
     is in the same table. If a key has several such marks, one must hold. A value that is set but not read is
-    reported at startup; with ``rejected``, because it asks for something, it is an error.
+    reported at startup; with ``rejected``, for keys that request something, it is an error.
     """
 
     switch: str
@@ -104,8 +104,8 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class Needs:
-    """Marks a key that is only read under a condition: ``what`` is a condition that
-    :mod:`toolkit.preflight.rules.options` defines, or another key that must be set.
+    """Marks a key that is only read under the condition ``what``, which is defined in
+    :mod:`toolkit.preflight.rules.options` or is another key that must be set.
 
     If a key has several such marks, all must hold. ``rejected`` is as in :class:`OnlyWith`.
     """

@@ -115,8 +115,8 @@ class SharedMemory:
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
     def shards(self, written: Tensor, operation: str) -> list[Tensor]:
-        """Return this rank's shard of what each rank has ``written`` into the last allocation, which becomes
-        free at the next barrier."""
+        """Return this rank's shard of the tensors that the ranks have ``written`` into the last allocation,
+        which becomes free at the next barrier."""
         self.meet(operation, written.nbytes).wait()
         count = written.numel() // self.size
         # torch keeps its input until the next reduction; after the next barrier no rank reads it.

@@ -9,7 +9,8 @@ from toolkit.errors import divisors
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Samples per step: ``total`` samples in ``accumulation`` micro-batches of ``local`` on each rank."""
+    """Sizes in samples: ``total`` per step and ``local`` per micro-batch, ``accumulation`` of them per
+    rank."""
 
     total: int
     local: int

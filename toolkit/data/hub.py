@@ -1,7 +1,7 @@
 """Hugging Face datasets: folders of ``save_to_disk``, and datasets of the Hub. Needs the extra ``hf``.
 
-Both are lists of Arrow files. A folder of ``save_to_disk`` is read without the package ``datasets``. That
-package downloads a dataset of the Hub once, in one process, to its cache:
+Both kinds of dataset are lists of Arrow files. A folder of ``save_to_disk`` is read without the package
+``datasets``. That package downloads a dataset of the Hub once, in one process, to its cache:
 
     <cache folder>/hub/<request>.json    the downloaded files, and the fingerprint of the revision
 
@@ -82,7 +82,7 @@ def hub_dataset(
 
 @dataclass(frozen=True)
 class HubSource(Corpus):
-    """A dataset of the Hub. It has no files until it is fetched."""
+    """A dataset of the Hub. The dataset has no files until it is fetched."""
 
     subset: str | None = None
     split: str = "train"

@@ -12,8 +12,8 @@ over that part alone (``sampler.corpus_indices``), additionally keyed by the par
 of the same length have different permutations. Each part has its own epochs.
 
 A sample depends on its number, on the seed, and on the names, weights and lengths of the parts, but not on
-the order of the parts, ranks or batches. Its cost is O(1) given the keys of each part's epoch and the table
-of its block; the last few tables are cached.
+the order of the parts, ranks or batches. Computing a sample takes O(1) time, given the keys of each part's
+epoch and the table of its block; the last few tables are cached.
 
 Without shuffling, each part yields its samples in file order; the parts are interleaved as above.
 """
@@ -100,7 +100,7 @@ def percent(quota: int) -> str:
 
 
 def identity(counts: Mapping[str, int]) -> dict[str, str]:
-    """Describe the order of a mixture with these quotas, but not its corpora, for comparison."""
+    """Describe the order of a mixture with these quotas for comparison, without its corpora."""
     about = {f"{name}.share": percent(counts[name]) for name in sorted(counts)}
     return {"corpus": f"mixture of {', '.join(sorted(counts))}"} | about
 

@@ -70,8 +70,8 @@ class RemoteArray:
 def remote_array(path: Path, dtype: DTypeLike, n: int, hashes: Sequence[str]) -> np.ndarray:
     """Open an array of length ``n`` in a cache file.
 
-    Large files are read in byte ranges, by an object that supports slices like an array. Others are copied to
-    this machine and memory-mapped.
+    Large files are read in byte ranges, by an object that supports slices like an array. Small files are
+    copied to this machine and memory-mapped.
 
     Raises:
         DataError: The store does not answer, the hashes differ, or the copy cannot be written.

@@ -45,7 +45,7 @@ READERS = 16
 
 
 class ShardPosition(NamedTuple):
-    """Start of a row: ``token`` within a chunk of the shard's ``file``-th file in an epoch."""
+    """The start of a row, which is ``token`` in a chunk of the shard's ``file``-th file in an epoch."""
 
     epoch: int = 0
     file: int = 0

@@ -72,8 +72,8 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Start an exchange of rows of ``x``: ``sent`` to and ``received`` from each rank. Pass the result
-    to :func:`wait`."""
+    """Start an exchange of rows of ``x``, ``sent`` to and ``received`` from each rank. Pass the result to
+    :func:`wait`."""
     return functional_collectives.all_to_all_single(x, received, sent, group)
 
 

@@ -31,7 +31,7 @@ class _Stopped(ToolkitError):
 
 
 class _Scores(Objective):
-    """Shards the rows of tokens like the tokens themselves."""
+    """Shards the field ``rows`` of a micro-batch along with its tokens."""
 
     reduction = "none"
     fields = token_fields = ("rows",)
@@ -65,7 +65,7 @@ class _PartsScorer(RowScorer):
 class InTraining:
     """The tasks of ``options``, which are loaded once.
 
-    ``best`` is the metric of the best checkpoint, or "". Rows have at most ``length`` tokens. They are padded
+    ``best`` is the metric of the best checkpoint, or "". Rows have at most ``length`` tokens. Rows are padded
     to a length that tp and cp can shard or, if kernels have static shapes, to a few multiples of
     ``static_length``.
 

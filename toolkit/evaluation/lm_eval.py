@@ -154,8 +154,8 @@ class TaskModel(TemplateLM):
         return texts
 
     def _has_stopped(self, tokens: list[int], until: list[str]) -> bool:
-        """Report whether the last tokens contain one of ``until``; earlier tokens have been checked
-        before."""
+        """Report whether the last tokens contain one of ``until``; earlier tokens have already been
+        checked."""
         longest = max((len(text.encode()) for text in until), default=0)
         tail = self._tokenizer.decode(tokens[-longest - 1 :]) if longest else ""
         return any(text in tail for text in until)

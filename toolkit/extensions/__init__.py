@@ -76,9 +76,9 @@ def register_loss(
     """Make ``name`` a value of loss.name.
 
     ``build(config)`` returns a function of logits (T, V) in the model's dtype and labels (T,) int64, −100 for
-    ignored tokens. It returns the loss of each token (T,), in at least fp32, 0 where the label is −100; the
-    run's loss is the mean over tokens. It is called with chunks of tokens, and with the full vocabulary even
-    under tensor parallelism. ``options`` are the keys of [loss.NAME].
+    ignored tokens. That function returns the loss of each token (T,), in at least fp32, 0 where the label is
+    −100; the run's loss is the mean over tokens. The function is called with chunks of tokens, and with the
+    full vocabulary even under tensor parallelism. ``options`` are the keys of [loss.NAME].
     """
     _register("loss.name", name, build, options)
 
@@ -98,8 +98,8 @@ def register_dataset(
     """Make ``name`` a value of training.dataset, validation.dataset and the datasets of a mixture.
 
     ``rows()`` yields the documents in a fixed order: texts, or rows by column, which are read like rows of a
-    file by data.format and data.text_column. They are tokenized once per ``version``, a string that must
-    change whenever the documents change.
+    file by data.format and data.text_column. The documents are tokenized once per ``version``, a string that
+    must change whenever the documents change.
     """
     if name not in registry("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
@@ -124,7 +124,7 @@ def register_model_converter(
 def register_family(name: str, spec: ModelSpec) -> None:
     """Register the models of ``spec``, whose ModelArgs have the family ``name``.
 
-    Their names and flavors become values of model.name and model.flavor.
+    The models' names and flavors become values of model.name and model.flavor.
     """
     _check_name(name, _TABLE, "letters, digits and _")
     if find_spec(f"toolkit.models.{name}"):

@@ -20,7 +20,7 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
     device, in place.
 
     With an adapter, frozen parameters are stored in ``frozen_dtype``, the compute dtype to which FSDP would
-    cast them anyway, or in 4 bits for linear layers and experts. They are not saved in checkpoints.
+    cast them anyway, or in 4 bits for linear layers and experts. These are not saved in checkpoints.
     """
     args = model.args
     if options.adapter == "lora":
@@ -85,7 +85,7 @@ def added_init(name: str, shape: tuple[int, ...]) -> Init:
 
 
 def init_from_weights(models: Iterable[Decoder]) -> None:
-    """Initialize the parameters that depend on loaded weights: DoRA's magnitudes."""
+    """Initialize DoRA's magnitudes, which depend on loaded weights."""
     for model in models:
         for module in model.modules():
             if reset := getattr(module, "reset_magnitude", None):

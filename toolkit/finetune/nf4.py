@@ -1,11 +1,11 @@
 """NF4: frozen weights of linear layers in 4 bits. Each is one of 16 levels times the scale of its block
-(QLoRA: Dettmers et al. 2023, arXiv:2305.14314).
+(QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
 A block is 64 elements of a row; its scale is their largest magnitude, in fp32. Levels, codes and scales are
 bit-identical to those of bitsandbytes. Each block is stored as 32 bytes of codes, two per byte, followed by
 the four bytes of the scale, 4.5 bits per element, in one uint8 tensor (out, in / 64 · 36) with the weight's
-name. It is sharded by rows, or by columns at block boundaries, like any other parameter, and no precision
-policy casts it. Stacked experts (E, out, in) are (E, out, in / 64 · 36).
+name. The tensor is sharded by rows, or by columns at block boundaries, like any other parameter, and no
+precision policy casts it. Stacked experts (E, out, in) are (E, out, in / 64 · 36).
 
 A layer dequantizes its weight for each matmul, in forward and again in backward.
 """
@@ -82,7 +82,7 @@ def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cached_tensors
 def _pairs_of_levels(device: torch.device) -> Tensor:
-    """Return the two levels of each byte: (256, 2)."""
+    """Return the two levels of each byte, (256, 2)."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
@@ -226,8 +226,8 @@ def new_packed(weight: Tensor) -> nn.Parameter:
 
 
 class PackedWeight:
-    """An NF4 weight, DTensor or plain, with the shape of the original. It quantizes rows while being filled,
-    so that at most one block of rows exists in full precision."""
+    """An NF4 weight, DTensor or plain, with the shape of the original. The weight quantizes rows while being
+    filled, so that at most one block of rows exists in full precision."""
 
     def __init__(self, packed: Tensor):
         self.packed = packed

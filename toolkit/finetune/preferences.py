@@ -264,7 +264,7 @@ def kto_losses(ratios_BW: Tensor, desirable_BW: Tensor, kl: Tensor, options: KTO
 
 
 def cpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: CPO) -> tuple[Tensor, Tensor]:
-    """Return CPO's losses: DPO's without a reference, plus the chosen answer's mean token loss."""
+    """Return CPO's losses, which are DPO's without a reference plus the chosen answer's mean token loss."""
     rewards_BN2 = options.beta * logps_BN2
     margins_BN = _margins(rewards_BN2)
     if options.loss_type == "hinge":
@@ -331,7 +331,7 @@ def _required(batch: MicroBatch, name: str) -> Tensor:
 
 
 def _by_answer(values_BS: Tensor, answers_BS: Tensor, width: int) -> Tensor:
-    """Sum over the tokens of each answer: (B, W). Supports deterministic algorithms."""
+    """Sum over the tokens of each answer, (B, W). Supports deterministic algorithms."""
     rows = torch.arange(len(values_BS), device=values_BS.device)[:, None] * width
     sums = values_BS.new_zeros(len(values_BS) * width)
     return sums.index_add(0, (answers_BS + rows).flatten(), values_BS.flatten()).unflatten(0, (-1, width))

@@ -1,8 +1,8 @@
 """Prefix tuning: learned keys and values that every token attends to in addition to those of its document.
 The keys have no positions: they are learned in their form after RoPE.
 
-PEFT implements a prefix as past keys and values. Here keys and values are parameters of the attention. They
-work with activation checkpointing, do not shift tokens' positions, and precede every packed document.
+PEFT implements a prefix as past keys and values. Here keys and values are parameters of the attention. Such
+parameters work with activation checkpointing, do not shift positions, and precede every packed document.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def resume_differences(
 ) -> dict[str, Any]:
     """Return the keys of ``current``, with new values, that must change to resume a checkpoint of ``saved``.
 
-    Both have the same type of adapter. If the checkpoint's ``optimizer`` is not loaded, other parameters of a
-    full model may be trained.
+    Both options must have the same type of adapter. If the checkpoint's ``optimizer`` is not loaded, other
+    parameters of a full model may be trained.
     """
     required = differences(saved, current, args) if current.adds else {}
     if saved.quantizes != current.quantizes:

@@ -74,7 +74,7 @@ class KVCache:
         self.padded, self.paddings = any(padding), list(padding)
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions of the next ``count`` tokens: (S,), or (B, S) if rows begin at different
+        """Return the positions of the next ``count`` tokens, (S,), or (B, S) if rows begin at different
         columns."""
         if self.fixed and self.started and count == 1:
             return self.column - self.padding[:, None]

@@ -17,7 +17,7 @@ from toolkit.io.atomic import sync_folder
 
 
 def work_folder(final: Path, plan: object) -> Path:
-    """Return the temporary path of ``final`` for a ``plan``: JSON types that determine the folder's
+    """Return the temporary path of ``final`` for a ``plan``, JSON types that determine the folder's
     contents."""
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     return final.with_name(f"{final.name}.tmp-{digest[:8]}")

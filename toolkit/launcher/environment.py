@@ -76,7 +76,7 @@ def threads() -> int:
 
 
 def with_threads(environ: Mapping[str, str], processes: int) -> dict[str, str]:
-    """Return ``environ`` for one of ``processes`` processes on this machine: OMP_NUM_THREADS, unless set, is
+    """Return ``environ`` for one of ``processes`` processes on this machine. OMP_NUM_THREADS, unless set, is
     the process's share of the cores."""
     share = {"OMP_NUM_THREADS": str(max(1, cores() // processes))} if processes > 1 else {}
     return {**share, **environ}

@@ -3,8 +3,8 @@
 When a rank dies or hangs, the other ranks see a collective fail, each in a different group: one waits for a
 neighbor in the pipeline, which waits for its tensor-parallel peer, which hangs. Therefore each rank reports
 where it is, and only all reports together show which rank is missing, busy or behind. Reports are files next
-to the traces of collectives. They are not keys of the group's store, which lives in rank 0, the rank that may
-hang. Launchers read them without torch.
+to the traces of collectives. The group's store is not used, because it lives in rank 0, which may be the rank
+that hangs. Launchers read them without torch.
 """
 
 from __future__ import annotations

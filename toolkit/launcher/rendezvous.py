@@ -1,10 +1,10 @@
 """The rendezvous of several nodes on node 0: membership, start of rounds, and reaction to failures.
 
 Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, including its own, connect,
-identify themselves and prepare. They are then asked to start a round: the life of one set of ranks. A round
-ends when its ranks end, when a rank fails, or when a node is lost because its launcher ended or was silent
-for too long. Then every node ends its ranks and reports how they ended. It is then asked either to exit, with
-the same code everywhere, or to join the next round.
+identify themselves and prepare. The launchers are then asked to start a round: the life of one set of ranks.
+A round ends when its ranks end, when a rank fails, or when a node is lost because its launcher ended or was
+silent for too long. Then every node ends its ranks and reports how they ended. Every node is then asked
+either to exit, with the same code everywhere, or to join the next round.
 
 All of this runs in one thread, which reads all connections from one queue, so no locks are needed.
 """

@@ -1,4 +1,4 @@
-"""Requests to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and the run's time limit. Imports no torch."""
+"""Requests to save and stop, by SIGTERM, SIGINT, SIGUSR1, SIGHUP or the time limit. Imports no torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ RESERVE = 60.0
 
 
 class Deadline:
-    """The earlier of two times: ``minutes`` from now, and the end of the Slurm job; never, without either.
+    """The earlier of ``minutes`` from now and the end of the Slurm job; never, without either.
 
     ``clock`` is monotonic; ``time_of_day``, the clock of Slurm's end time, may not be.
     """

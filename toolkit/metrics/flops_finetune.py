@@ -56,8 +56,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
 def _input_gradients(
     block: list[ParameterRow], prefix: str, trained: set[str], *, before: bool
 ) -> dict[str, bool]:
-    """Map each module of a block to whether its input requires a gradient: ``before`` for the block's own
-    input, otherwise whether a module in ``trained`` precedes it."""
+    """Map each module of a block to whether its input requires a gradient. For the block's own input, this is
+    ``before``; otherwise, it is whether a module in ``trained`` precedes the module."""
     reads = {row.module: row.reads for row in block}
 
     def input_requires_grad(module: str) -> bool:

@@ -107,7 +107,7 @@ class MetricLogger:
             tracker.write(step, values)
 
     def draw(self, step: int, key: str, values_RC: np.ndarray) -> None:
-        """Show a table of values, of which 1 is neutral, as a heat map in TensorBoard."""
+        """Show a table of values as a heat map in TensorBoard; the neutral value is 1."""
         if (tensorboard := self._tensorboard) is not None:
             self._attempt(_TENSORBOARD, lambda: tensorboard.draw(step, key, values_RC))
 

@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments: "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
 
 Each block of 256 elements of a row stores its largest magnitude in fp32. Each element is stored as the
-nearest of 256 fractions of it, which are denser near 0: 2.03 bytes per parameter instead of 8. Updates are
+nearest of 256 fractions of that, which are denser near 0: 2.03 bytes per parameter instead of 8. Updates are
 computed in at least fp32, then the moments are quantized.
 
 Blocks are aligned to the rows of the full matrix. Shards contain whole blocks, and codes and scales are
@@ -180,7 +180,7 @@ Map = tuple[Tensor, Tensor, Tensor]
 def _map(moment: str, dtype: torch.dtype, device: torch.device) -> Map:
     """Return three tensors: the sorted fractions of the 256 codes; the bounds above which the next code is
     nearer; and a table from the upper 16 bits of an fp32 value to the code of the smallest value with these
-    bits. That is the value's own code or the one before it.
+    bits. That code is the value's own or the one before it.
 
     Each of seven powers of ten has evenly spaced fractions, twice as many as the next lower power, and half
     as many if signed; 0 and 1 complete the 256.

@@ -1,6 +1,7 @@
 """An exponential moving average (EMA) of the trained weights, in at least fp32, sharded like them.
 
-It starts as a copy of the weights before the first step. After each update it moves towards the weights by 1
+The average starts as a copy of the weights before the first step. After each update it moves towards the
+weights by 1
 - decay, like torch.optim.swa_utils.get_ema_multi_avg_fn. Its tensors are part of the optimizer's
 (:func:`toolkit.optim.optimizer_state.optimizer_tensors`), so that checkpoints, memory estimates and
 fingerprints include them.

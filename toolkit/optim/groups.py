@@ -1,8 +1,8 @@
 """Learning rate and weight decay of each parameter, by its name. Imports no torch.
 
-Three settings combine: ``optimizer.groups``, of which the first with a matching pattern applies; a decay of
-the learning rate with the distance from the head (``layer_lr_decay``; ELECTRA, arXiv:2003.10555, appendix A);
-and LoRA+ (``loraplus_lr_ratio``; arXiv:2402.12354). The schedule multiplies all rates alike.
+The settings are ``optimizer.groups``, of which the first with a matching pattern applies; a decay of the
+learning rate with the distance from the head (``layer_lr_decay``; ELECTRA, arXiv:2003.10555, appendix A); and
+LoRA+ (``loraplus_lr_ratio``; arXiv:2402.12354). The schedule multiplies all rates by the same factor.
 """
 
 from __future__ import annotations

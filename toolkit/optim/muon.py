@@ -170,8 +170,8 @@ def _exchange(
     receives: Sequence[tuple[int, int]],
     like: Tensor,
 ) -> Sequence[Tensor]:
-    """Exchange tensors in one all-to-all: ``sends`` are (target, tensor) and ``receives`` (source, size),
-    both sorted by rank. Returns the received tensors, flat, with the dtype and device of ``like``."""
+    """Exchange tensors in one all-to-all, where ``sends`` are (target, tensor) and ``receives`` (source,
+    size), both sorted by rank. Returns the received tensors, flat, with the dtype and device of ``like``."""
     sent = torch.cat([like, *(tensor.reshape(-1) for _, tensor in sends)])
     sizes = [size for _, size in receives]
     if group is None:

@@ -28,9 +28,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 
 
 class _LocalAdam(torch.optim.Adam):
-    """torch's Adam with kernels that operate on the local shards of DTensors. This is valid because gradients
-    are sharded like their parameters and the update is elementwise. torch's dispatch of hundreds of DTensors
-    takes about a second in the first step and milliseconds in every other."""
+    """torch's Adam with kernels that operate on the local shards of DTensors. Shards suffice because
+    gradients are sharded like their parameters and the update is elementwise. torch's dispatch of hundreds of
+    DTensors takes about a second in the first step and milliseconds in every other."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex = init_adam_group(self, group, *lists)

@@ -8,7 +8,7 @@ inner dimension K, about 2·S for attention over S tokens, and a few for a norm,
 attention is always saved and elementwise operators never are. Matmuls are saved if their output is no wider
 than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per key. w1 and w3, which
 widen, would take another 7 D at a width of 3.5 D, and save the fewest FLOPs per byte of all matmuls, so they
-are recomputed. These are 54% of a block's matmul FLOPs; mode "full" recomputes all matmuls and attention.
+are recomputed. They are 54% of a block's matmul FLOPs; mode "full" recomputes all matmuls and attention.
 Reduce-scatters are saved too: repeating them costs time, though no FLOPs.
 
 Under tensor parallelism the rule applies to a rank's shards: the outputs of w1 and w3 become narrow enough to

@@ -1,9 +1,9 @@
 """Offload the inputs of checkpointed blocks to CPU memory between forward and backward.
 
 A checkpointed block saves little besides its input, B · S · D elements. A separate stream copies it to pinned
-host memory, overlapping computation, and copies it back when the backward of the next block begins. Its
-backward therefore does not wait, and the device stores one extra input. Masks and rotations, which all blocks
-share, are not offloaded, nor are the operator outputs saved by selective checkpointing.
+host memory, overlapping computation, and copies it back when the backward of the next block begins. The
+block's backward therefore does not wait, and the device stores one extra input. Masks and rotations, which
+all blocks share, are not offloaded, nor are the operator outputs saved by selective checkpointing.
 
 Shapes: B batch, S sequence, D model dim.
 """

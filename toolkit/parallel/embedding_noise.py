@@ -5,7 +5,7 @@ token's document; padding and packed neighbors do not count. (transformers and t
 
 The noise is a function of the seed, the step, the sample's place in the global batch, and the position in the
 row. Each block of positions has its own generator, and a rank draws only its blocks. The noise is therefore
-the same on any mesh. Validation, which never calls :meth:`EmbeddingNoise.begin`, has none.
+the same on any mesh. Validation, which never calls :meth:`EmbeddingNoise.begin`, adds none.
 """
 
 from __future__ import annotations

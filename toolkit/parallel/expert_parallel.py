@@ -63,7 +63,7 @@ def exchange_rows(rows_MD: Tensor, counts_E: Tensor, compute: Compute, *, group:
 
 
 def _row_counts(sent_RE: Tensor, received_RE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows to send to and receive from each rank; in a simulation, ranks send alike."""
+    """Return the numbers of rows to send to and receive from each rank; in a simulation, all are equal."""
     if is_simulated():
         ranks = len(sent_RE)
         sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]

@@ -1,12 +1,12 @@
 """float8 matmuls in linear layers (Micikevicius et al. 2022, arXiv:2209.05433).
 
-Forward and backward of a layer have three matmuls. Their operands are cast dynamically, with a scale that
-maps the largest magnitude of a matrix ("tensorwise") or of each row ("rowwise") to the largest float8 value.
-Weights, gradients and optimizer state keep their dtypes. Recipes, casts and kernels are torchao's. Shapes:
-T tokens of a micro-batch, K input features, N output features.
+Forward and backward of a layer have three matmuls. The operands are cast dynamically, with a scale that maps
+the largest magnitude of a matrix ("tensorwise") or of each row ("rowwise") to the largest float8 value.
+Weights, gradients and optimizer state keep their dtypes. Recipes, casts and kernels are torchao's. Shapes: T
+tokens of a micro-batch, K input features, N output features.
 
 A matrix sharded by tensor or context parallelism uses the scales of the full matrix: maxima are reduced over
-its ranks, so that a layer computes the same values as on one rank. They are not reduced over data-parallel
+its ranks, so that a layer computes the same values as on one rank. Maxima are not reduced over data-parallel
 ranks, so activation scales belong to one micro-batch.
 """
 
@@ -243,7 +243,7 @@ class _Float8Matmul(torch.autograd.Function):
 class _Float8AllGather:
     """Casts this rank's shard of ``weight``, a DTensor, so that FSDP2 gathers float8.
 
-    Its methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor.
+    The methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor.
     ``groups`` shard the weight.
     """
 

@@ -136,8 +136,8 @@ def _ignored_parameters(
     """Return the parameters to exclude from FSDP on one rank, where it would copy each of them twice per
     step.
 
-    They are stored in the compute dtype, so no cast is needed. Their gradients accumulate in that dtype, as
-    they do under FSDP when it reduces each micro-batch.
+    These parameters are stored in the compute dtype, so no cast is needed. Gradients accumulate in that
+    dtype, as they do under FSDP when it reduces each micro-batch.
     """
     skips = parallelism.fsdp_skip_on_one_rank and device_type(mesh.device_type) in SKIP_DEVICES
     if dist.get_world_size() > 1 or not skips:

@@ -4,8 +4,8 @@ A parameter is divided into blocks of rows, each drawn by a generator keyed by a
 A rank draws the blocks that overlap its shard, on CPU in fp32, then slices, casts and copies them. Every
 layout gets the same bits, and no rank communicates or creates full parameters.
 
-The generators are numpy's. They have 128-bit keys; torch's CPU generator uses only 32 bits of its seed, so
-that blocks of a large model would collide. numpy's generators produce the same bits on every CPU; torch's
+The generators are numpy's, because those have 128-bit keys; torch's CPU generator uses only 32 bits of its
+seed, so that blocks of a large model would collide. numpy's also produce the same bits on every CPU; torch's
 depend on the vector width. Drawing takes about 8 ns per element and thread.
 """
 

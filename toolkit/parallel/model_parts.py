@@ -1,4 +1,4 @@
-"""This rank's part of the model, and how it runs a batch.
+"""This rank's part of the model, with methods that run batches.
 
 The part is the whole model or some pipeline stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
 sums: the sum of all ranks' values is the value of the batch.
@@ -147,7 +147,7 @@ class ModelParts(ABC):
         ``scale`` and the losses of blocks by ``block_scale``, by default the same.
 
         Gradients are summed over all ranks. Returns this rank's contribution to the unscaled sums of the loss
-        and of ``names``, one row for each micro-batch: (rows, 1 + names) fp64.
+        and of ``names``, one row for each micro-batch, as (rows, 1 + names) fp64.
         """
         if self.bitwise:
             self.bitwise.begin_step()

@@ -95,7 +95,7 @@ def _names_by_rank(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first nonfinite value on a rank: ``what`` contains it, and ``when`` orders findings across
+    """The first nonfinite value on a rank; ``what`` contains it, and ``when`` orders findings across
     ranks."""
 
     rank: int

@@ -156,7 +156,7 @@ def _mask(
 
 
 def _chunk(tensors: Tensor, index: int, n: int) -> list[Tensor]:
-    """Return chunk ``index`` of ``n`` of each (B, S, K, E), transposed for the kernel: (B, K, P, E)."""
+    """Return chunk ``index`` of ``n`` of each (B, S, K, E), transposed for the kernel to (B, K, P, E)."""
     return [x.chunk(n, dim=1)[index].transpose(1, 2) for x in tensors]
 
 

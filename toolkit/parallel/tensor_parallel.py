@@ -2,7 +2,7 @@
 
 A parameter becomes a DTensor over the tp mesh, so that FSDP, checkpoints and initialization know which shard
 a rank has. The forward of its module reads the local shard as a plain tensor, and hooks around it communicate
-(Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198): hidden states
+(Megatron's column, row and sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198): hidden states
 are gathered along the sequence before attention, feed-forward and head, and the outputs of row-wise layers
 are reduce-scattered along the sequence. This avoids the cost of DTensor's dispatch in every operator.
 Generation decodes one token at a time, so sequences are not split: outputs are all-reduced instead.

@@ -1,6 +1,6 @@
 """Measure the costs of the embedding, the blocks and the head: forward, backward and recomputation.
 
-They are recorded in a fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on tp × cp
+Costs are recorded in a fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on tp × cp
 ranks and, for expert parallelism, as many of dp_shard as it needs. The first block is measured separately,
 because there may be no trained parameter before it; in a model whose first blocks are dense, it represents
 those. The costs for any depth, pipeline and data-parallel degree follow from these.

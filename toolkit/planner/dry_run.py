@@ -3,10 +3,10 @@ GPU.
 
     NGPU=16384 ./run_train.sh --comm.mode fake_backend --job.config_file FILE
 
-Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks.
-These are the ranks in LOG_RANK, by default the first rank of each different pipeline stage, which has the
-largest shards. The peak memory is that of a step on tensors without storage. Neither a corpus nor a
-checkpoint is read; a missing or unusable one is reported in a note.
+Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks. The
+ranks are those in LOG_RANK, by default the first rank of each different pipeline stage, which has the largest
+shards. The peak memory is that of a step on tensors without storage. Neither a corpus nor a checkpoint is
+read; a missing or unusable one is reported in a note.
 """
 
 from __future__ import annotations

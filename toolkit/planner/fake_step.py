@@ -188,9 +188,9 @@ def fake_run(
 ) -> Iterator[FakeRun]:
     """Build ``rank`` of a run that passed the preflight for the device type ``target``.
 
-    Its step has ``count`` micro-batches; by default, as many as reach the peak memory of the whole step.
-    Nothing is compiled, FSDP's collectives have separate buffers, and attention is a CPU implementation that
-    saves the same tensors. Call this without a process group.
+    The run's step has ``count`` micro-batches; by default, as many as reach the peak memory of the whole
+    step. Nothing is compiled, FSDP's collectives have separate buffers, and attention is a CPU implementation
+    that saves the same tensors. Call this without a process group.
     """
     config = _simplify(config, target, cp=layout.cp, sinks=args.sinks)
     device = torch.device("cpu")

@@ -60,8 +60,8 @@ def unit_time(
 def accumulation(
     units: Sequence[UnitTime], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
 ) -> Pass:
-    """Return the time to accumulate the gradients of ``count`` micro-batches: ``whole`` gradients if only the
-    last one reduces them, otherwise shards. Gradients have elements of ``gradient`` bytes, and torch
+    """Return the time to accumulate the gradients of ``count`` micro-batches. They are ``whole`` if only the
+    last micro-batch reduces them, otherwise shards. Gradients have elements of ``gradient`` bytes, and torch
     accumulates them in ``reduced`` bytes."""
     trained = sum(unit.trained for unit in units)
     if count == 1:

@@ -1,4 +1,4 @@
-"""Checks of a run that need neither a process group nor torch: ``llama-toolkit preflight CONFIG.toml``.
+"""Checks of a run that need neither a process group nor torch, by ``llama-toolkit preflight CONFIG.toml``.
 
 Each rule is a function registered by ``@rule`` in a file of ``rules``. Errors in the config exit with code 2.
 If the config itself is valid, an unusable tokenizer, corpus or checkpoint exits with code 3.

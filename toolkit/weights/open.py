@@ -278,7 +278,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def _step_parents(folder: Path) -> Iterator[Path]:
-    """Yield the folders that may contain the steps: ``folder`` and its subfolders, because a run can choose
+    """Yield the folders that may contain the steps, ``folder`` and its subfolders, because a run can choose
     the subfolder's name."""
     yield from (folder, folder / "checkpoint")
     if not _first(folder, CONFIG, PARAMS):

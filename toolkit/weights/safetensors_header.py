@@ -311,7 +311,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing_safetensors(folder: Path) -> str:
-    """Describe what the folder has instead of safetensors, with a fix."""
+    """Describe what is wrong with a folder without safetensors, with a fix."""
     if not folder.is_dir():
         return "there is no such folder"
     if any(folder.glob("*.bin")):

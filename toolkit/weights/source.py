@@ -2,7 +2,7 @@
 
 ``open.py`` finds the source of a folder.
 
-Names and row order are Meta's: ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
+Names and row order are Meta's, as in ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
 ``norm.weight``, ``output.weight``, with the rows of wq and wk in adjacent pairs for RoPE.
 """
 

@@ -36,7 +36,7 @@ class View:
 
 
 def origin(source: WeightSource) -> WeightSource:
-    """Return the source beneath all views."""
+    """Return the original source, from which all views derive."""
     while isinstance(source, View):
         source = source.base
     return source

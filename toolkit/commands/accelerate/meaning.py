@@ -21,7 +21,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The equivalent of a key: ``settings`` of the TOML, or variables of the ``launch``; and ``why``."""
+    """The equivalent of a key, as ``settings`` of the TOML or variables of the ``launch``; and ``why``."""
 
     why: str
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -36,8 +36,8 @@ def chat_format(
     training: bool = False,
     mask_empty_thinking: bool = False,
 ) -> ChatFormat:
-    """Return the chat format of ``tokenizer``'s model, or the requested one: ``asked`` is a format, a jinja
-    template or a template file.
+    """Return the chat format of ``tokenizer``'s model, or the one requested by ``asked``, which is a format,
+    a jinja template or a template file.
 
     ``variables`` are passed to a template. In ``training``, ids do not depend on the date.
     ``mask_empty_thinking`` excludes empty think blocks inserted by the template from the loss.

@@ -367,7 +367,7 @@ def _plain(value: Any, where: str, keep_nulls: bool = False, depth: int = 0) -> 
     """Copy a JSON value, dropping null keys unless ``keep_nulls``; items of lists are kept.
 
     Arrow gives each object the keys of the same object in all other rows, as null, and JSON lines exported
-    from Arrow contain them too. They cannot be distinguished from nulls in the original data.
+    from Arrow contain them too. These nulls cannot be distinguished from those in the original data.
 
     Raises:
         DataError: A text or key is not UTF-8, or the nesting is too deep.

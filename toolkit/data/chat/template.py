@@ -4,7 +4,7 @@ A template inserts the names of special tokens into its text. Messages must not 
 character that occurs nowhere else is inserted into every special token's name in a message. This character is
 removed after the rendered text has been split at the names that the template wrote.
 
-Templates come with downloaded models. They run in a process with time and memory limits
+Templates come with downloaded models. Templates run in a process with time and memory limits
 (:mod:`toolkit.data.chat.render`), in jinja's sandbox, which gives access only to the values passed in. Names
 and filters are those of transformers.
 """

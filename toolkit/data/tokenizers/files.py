@@ -10,9 +10,9 @@ The ``.model`` files come first because Meta's own code reads them, and because 
 faster than the JSON tokenizer of the same vocabulary, with the same ids. Tokens that were added later are
 included: their names and ids are read from ``tokenizer_config.json`` in the same folder, or from the files in
 which other releases of transformers store them. A tokenizer.json next to a SentencePiece model is preferred
-in two cases. It puts a space only before the first word of a prompt, whereas the model puts one after each
-special token of a dialog; or it has added tokens that are not special, such as ``<think>``, which the model
-does not have.
+in two cases. The first is that it puts a space only before the first word of a prompt, whereas the model puts
+one after each special token of a dialog. The second is that it has added tokens that are not special, such as
+``<think>``, which the model does not have.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def yarn_factor(factor: float, scale: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Classifier:
-    """A sequence classification head that replaces the LM head. It returns one score per label, after fully
-    connected layers of ``hidden_sizes``."""
+    """A sequence classification head that replaces the LM head. The head returns one score per label, after
+    fully connected layers of ``hidden_sizes``."""
 
     labels: tuple[str, ...]
     hidden_sizes: tuple[int, ...] = ()
@@ -259,8 +259,8 @@ def override_args(
 
     ``overrides`` are the ``model.*`` keys: the fields of :class:`ModelArgs`, and ``rope_scaling_factor`` for
     ``rope_scaling``. A factor of 1 turns scaling off; if the base has no scaling, its ``max_seq_len`` is the
-    original context. Dependent fields are adjusted unless they are overridden too: ``head_dim`` stays ``dim /
-    n_heads`` if it was, ``ffn_dim`` is computed from ``dim`` by ``ffn_rule`` if there is one, and
+    original context. Dependent fields are adjusted unless they are overridden too. Thus ``head_dim`` stays
+    ``dim / n_heads`` if it was, ``ffn_dim`` is computed from ``dim`` by ``ffn_rule`` if there is one, and
     ``n_kv_heads`` follows ``n_heads`` if they were equal.
 
     Raises:

@@ -69,7 +69,7 @@ class VarlenAttention(AttentionBackend):
 
 
 def document_bounds(documents_BS: Tensor) -> Tensor:
-    """Return the offsets of runs of equal ids in the concatenated rows: (N + 1,) int32."""
+    """Return the offsets of runs of equal ids in the concatenated rows, (N + 1,) int32."""
     begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     begins_N = begins_BS.flatten().nonzero().flatten()

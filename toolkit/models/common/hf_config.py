@@ -339,8 +339,8 @@ def generation_config_json(
 
 def _padding(bos: int | None, eos: int | list[int] | None, pad: int | None, *, answers: bool) -> int | None:
     """Return the padding token of a classifier, without which transformers rejects batches of several texts.
-    It scores the last token that is not padding. ``answers`` of a reward model end with EOS, which is then
-    not padding."""
+    The classifier scores the last token that is not padding. ``answers`` of a reward model end with EOS,
+    which is then not padding."""
     ends = eos if isinstance(eos, list) else [eos]
     if answers and bos is not None and (pad is None or pad in ends):
         return bos

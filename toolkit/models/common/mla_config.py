@@ -17,7 +17,7 @@ _FP8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @dataclass(frozen=True)
 class MLAConfig(HFConfig):
-    """A config.json with latent attention. Its head_dim, if any, is that of the rotated part.
+    """A config.json with latent attention. The file's head_dim, if any, is that of the rotated part.
 
     Attributes:
         experts: defaults of absent fields.

@@ -303,8 +303,8 @@ def decoder_rows(args: ModelArgs, blocks: Iterable[Sequence[ParameterRow]]) -> l
     """Return the rows of a decoder with ``blocks``, in parameter order, without a tied head.
 
     A tied embedding cannot start with torchtitan's standard deviation of 1: each token would predict itself
-    with a logit of D. It starts with 0.02, as is usual for tied models. It stays in FSDP's root unit, because
-    it is read at both ends of the forward.
+    with a logit of D. A tied embedding therefore starts with 0.02, as is usual. The embedding stays in FSDP's
+    root unit, because it is read at both ends of the forward.
     """
     tied = args.tie_embeddings
     embedding = ParameterRow(

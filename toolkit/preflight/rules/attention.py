@@ -1,4 +1,4 @@
-"""Rules for attention backends: what each supports on which device."""
+"""Rules for the devices and features that attention backends support."""
 
 from __future__ import annotations
 
