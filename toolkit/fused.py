@@ -1,8 +1,8 @@
-"""Compile each elementwise part of a step into one CUDA kernel, even without compile.enable.
+"""Compile each enabled elementwise part of a step into one CUDA kernel, even without compile.enable.
 
 Eager PyTorch reads and writes every element once per operator. inductor compiles an enabled part into a
-kernel that reads its inputs and writes its results once. Other parts and other devices run operator by
-operator; a compiled region includes its parts.
+kernel that reads its inputs and writes its results once. Disabled parts, and all parts on other devices, run
+operator by operator; a compiled region includes its parts.
 """
 
 from __future__ import annotations

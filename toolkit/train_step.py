@@ -36,8 +36,9 @@ if TYPE_CHECKING:  # imported only by runs that use them
 class TrainState:
     """Progress of a run.
 
-    The learning rate schedule counts steps from ``schedule_start``. ``schedule_start`` is nonzero if a part
-    of the checkpoint was not loaded. If the step was excluded, it is negative: the run counts from 0.
+    The learning rate schedule counts steps from ``schedule_start``, which is nonzero if a part of the
+    checkpoint was not loaded. It is negative if the step was excluded: the run counts from 0, but the
+    schedule continues.
     """
 
     step: int = 0

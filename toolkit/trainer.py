@@ -189,7 +189,7 @@ class Trainer:
         return CompileClock().take
 
     def _prepare_reference(self, timer: StartupTimer) -> Callable[[], None] | None:
-        """Load the objective's stored reference, or return a function that computes it before training."""
+        """Load the stored reference, or return a function that computes it with the initial weights."""
         self._reference: dict[str, str] = {}
         if not self.config.finetune.stores_reference:
             return None

@@ -107,9 +107,9 @@ def validate(
 ) -> dict[str, float] | None:
     """Return the mean "loss" per token in nats, or the objective's means, over all ranks' micro-batches.
 
-    At most ``limit`` micro-batches per rank are used. Every rank must have the same number of them, because
-    each one gathers the sharded parameters. ``objective`` replaces the run's objective. Returns None if
-    ``stop`` returned True on some rank before the end.
+    At most ``limit`` micro-batches per rank are used. Every rank must have the same number of micro-batches,
+    because each one gathers the sharded parameters. ``objective`` replaces the run's objective. Returns None
+    if ``stop`` returned True on some rank before the end.
     """
     rows = []
     stops = torch.zeros((), device=device)

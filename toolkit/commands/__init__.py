@@ -10,8 +10,8 @@ NAME = "llama-toolkit"
 
 
 class Command(NamedTuple):
-    """A subcommand: its line of help, and whether it only prints, so that it ends with the reader of its
-    output."""
+    """A subcommand: its line of help, and whether it only prints, and so ends when the reader of its output
+    does."""
 
     help: str
     only_prints: bool = True

@@ -79,7 +79,7 @@ def count(text: str) -> int:
 
 
 def ranks(text: str) -> int:
-    """Convert an argument to a number of ranks, or of something that each rank has one of."""
+    """Convert an argument to a number of ranks, or of objects that exist once per rank."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_RANKS}, not {text!r}")
     return int(text)
@@ -108,7 +108,7 @@ def _imported(name: str) -> str:
 def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
     """Replace config keys by a program's flags in the problems that are raised inside the context.
 
-    ``flags`` maps keys to flags; a key with its table matches without the table too.
+    ``flags`` maps keys to flags. A key with a table is also replaced where it appears without the table.
     """
     try:
         yield

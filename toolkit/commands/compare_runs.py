@@ -1,4 +1,4 @@
-"""Find the first step at which two runs differ in a bit, and what differs there.
+"""Find the first step at which two runs differ in any bit, and show the difference.
 
     llama-toolkit compare-runs outputs/a outputs/b
 

@@ -238,8 +238,8 @@ class Reduce:
 
 
 def share_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup) -> SharedMemory | None:
-    """Make FSDP ``units``, all of ``group``, communicate through shared memory, which is returned, if its
-    ranks can access it."""
+    """Make the FSDP ``units`` of ``group`` communicate through shared memory, which is returned, if its ranks
+    can access it."""
     try:
         memory = SharedMemory(group)
     except NotShared:

@@ -35,8 +35,8 @@ def begins_array(head: bytes) -> bool:
 
 
 def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield blocks of rows of the array that starts with ``head`` and continues in ``stream``, each with
-    True.
+    """Yield (block, True) for each block of rows of the array that starts with ``head`` and continues in
+    ``stream``.
 
     Blocks have ``size`` bytes or slightly more; all but the last end with :data:`BETWEEN`. A row of invalid
     JSON includes everything read after it, and is the last.

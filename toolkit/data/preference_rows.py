@@ -4,7 +4,7 @@ KTO estimates how far the model has moved from its reference on answers to other
 answer for a prompt is that of the preceding conversation in the corpus (for the first: of the last) or, if
 both answers of a pair are in use, of the preceding pair. The mismatched answer does not depend on the batch:
 this is trl's rotation, applied to the corpus instead of the micro-batch. In a row, the document of a prompt
-with its mismatched answer has the same number as that of the prompt with its own.
+with its mismatched answer has the same number as that of the prompt with its own answer.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class StreamedLoader(Loader):
 
     @property
     def epoch_samples(self) -> int:
-        """A number larger than any run, because the samples of streamed text are not counted."""
+        """A number larger than any run needs, because the samples of streamed text are not counted."""
         return 1 << 62
 
     def _note(self) -> None:
@@ -342,7 +342,7 @@ def streamed_loader(
 
 
 def _fingerprint(corpus: Corpus, tokenizer: str) -> str:
-    """Identify the files by names and sizes, regardless of their folder, and how they are read."""
+    """Return a fingerprint of the files' names and sizes, not of their folder, and of how they are read."""
     names: list[Any] = [
         str(file) if "@" in str(file) else (file.name, file.stat().st_size) for file in corpus.files
     ]

@@ -40,7 +40,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 class Chunk(Protocol):
     """About 1 MiB of a file, which any process can convert to texts.
 
-    ``opens`` means that its first text starts a document; ``closes``, that its last text ends one.
+    ``opens`` means that the chunk's first text starts a document; ``closes``, that its last text ends one.
     ``n_file_bytes`` is the number of bytes that it covers in the file on disk. ``unit`` is the unit in which
     its rows are counted.
     """

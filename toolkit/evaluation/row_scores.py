@@ -3,7 +3,7 @@
 Rows are sharded over the data-parallel ranks, and all ranks get all scores. Ranks that share a sharded model
 run the same number of forwards, with empty batches at the end.
 
-The head computes the scores instead of its losses. Like losses, they are then sharded on any mesh, and the
+The head computes the scores instead of its losses. Like losses, scores are then sharded on any mesh, and the
 weight of the head is gathered once.
 
 Shapes: B rows, S tokens, T = B·S, D model dim, V vocabulary, R all rows.

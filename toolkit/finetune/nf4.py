@@ -5,7 +5,7 @@ A block is 64 elements of a row; its scale is their largest magnitude, in fp32. 
 bit-identical to those of bitsandbytes. Each block is stored as 32 bytes of codes, two per byte, followed by
 the four bytes of the scale, 4.5 bits per element, in one uint8 tensor (out, in / 64 · 36) with the weight's
 name. The tensor is sharded by rows, or by columns at block boundaries, like any other parameter, and no
-precision policy casts it. Stacked experts (E, out, in) are (E, out, in / 64 · 36).
+precision policy casts it. Stacked experts (E, out, in) are stored as (E, out, in / 64 · 36).
 
 A layer dequantizes its weight for each matmul, in forward and again in backward.
 """

@@ -27,7 +27,7 @@ def is_added(name: str) -> bool:
 
 
 def added_name(row: ParameterRow, part: str) -> str:
-    """Return the name of LoRA's parameter ``part`` of a weight: attention.wq.lora_a, experts.w1_lora_a."""
+    """Return the name of LoRA's parameter ``part`` of a weight, such as attention.wq.lora_a."""
     return f"{row.name}_{part}" if row.experts else f"{row.module}.{part}"
 
 

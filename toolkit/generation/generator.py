@@ -1,7 +1,8 @@
 """Generate tokens: one forward for the prompts, then one per new token, until all rows have stopped.
 
 This runs in one process or on all ranks of a sharded model; all ranks make the same calls with the same
-arguments. Each rank computes full rows, and rank 0 broadcasts the tokens, so rounding cannot separate ranks.
+arguments. Each rank computes full rows, and rank 0 broadcasts the tokens, so rounding cannot make them
+diverge.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Fai
 
 
 def explain(watch: Watch, code: int, prefix: Path | None) -> None:
-    """Report which rank failed first, or which rank the others waited for, unless it has reported it
+    """Report which rank failed first, or which rank the others waited for, unless that rank has reported it
     itself."""
     reports: Mapping[int, Report] = {}
     if prefix:

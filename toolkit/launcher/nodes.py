@@ -255,8 +255,8 @@ class Member:
         return EXIT_REQUEUE
 
     def _round(self, link: Link, message: Message) -> Message | None:
-        """Run the ranks of a round and report how they ended. Returns the message by which node 0 ended the
-        round or, if any, its loss."""
+        """Run the ranks of a round and report how they ended. Returns the message that ended the round, from
+        node 0 or about its loss, if any."""
         launch = replace(
             self.launch, nodes=message["nodes"], node_rank=message["place"], master_port=message["port"]
         )

@@ -96,7 +96,7 @@ class Rendezvous:
     # Connections
 
     def listen(self, port: int) -> int:
-        """Start to listen on ``port``, or on a free port for 0; return the port.
+        """Start to listen on ``port``, or on a free port if it is 0; return the port.
 
         Raises:
             OSError: the port is not available.

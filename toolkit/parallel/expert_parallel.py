@@ -45,8 +45,8 @@ def apply_expert_parallel(model: Decoder, mesh: DeviceMesh, *, split_width: bool
 
 
 def exchange_rows(rows_MD: Tensor, counts_E: Tensor, compute: Compute, *, group: dist.ProcessGroup) -> Tensor:
-    """Compute rows (M, D), sorted by expert, on the ranks of their experts; ``counts_E`` are the rows of each
-    expert. Returns the results in the same order."""
+    """Compute rows (M, D), sorted by expert, on the ranks of their experts; ``counts_E`` are the numbers of
+    rows per expert. Returns the results in the same order."""
     ranks = group.size()
     counts_RE = counts_E.view(ranks, -1)  # of each rank's experts
     name = group.group_name

@@ -243,8 +243,8 @@ class _Float8Matmul(torch.autograd.Function):
 class _Float8AllGather:
     """Casts this rank's shard of ``weight``, a DTensor, so that FSDP2 gathers float8.
 
-    The methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor.
-    ``groups`` shard the weight.
+    This class's methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain
+    tensor. ``groups`` shard the weight.
     """
 
     def __init__(self, weight: DTensor, config: Float8LinearConfig, groups: tuple[str, str]):

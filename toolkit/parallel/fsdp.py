@@ -2,7 +2,7 @@
 
 Gradients are *summed* over ranks, never averaged: the loss is already divided by the token count of the
 global batch, so ranks with different token counts are weighted correctly. gloo has no pre-multiplied sum, so
-:func:`_sum_gradients` makes both calls; neither recurses.
+:func:`_sum_gradients` makes both calls for each unit.
 """
 
 from __future__ import annotations

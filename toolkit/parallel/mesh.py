@@ -1,9 +1,9 @@
 """The device mesh and the process groups of each technique.
 
-The dimensions, outermost first, are ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Groups of
-adjacent ranks are ``tp`` groups first, then ``cp`` and ``dp_shard`` groups, so that the heaviest traffic
-stays inside a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the
-same sequence use the same weights and sum their gradients, like data-parallel ranks.
+The dimensions, outermost first, are ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Adjacent
+ranks form ``tp`` groups first, then ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays inside
+a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same sequence
+use the same weights and sum their gradients, like data-parallel ranks.
 
 Expert parallelism divides the same ranks, dp_shard × cp × tp, differently. Groups of ``ep`` adjacent ranks
 share the experts of each layer, and FSDP shards each expert over ``efsdp``, the ranks across these groups.

@@ -63,7 +63,7 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
 
 
 def may_split_backward(parallelism: Parallelism) -> bool:
-    """Return whether the schedule may split backward into input and weight gradients; files may."""
+    """Return whether the schedule, or one from a file, may split backward into input and weight gradients."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     return schedule_of(parallelism).split_backward or bool(parallelism.pipeline_parallel_schedule_csv)

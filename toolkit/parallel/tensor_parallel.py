@@ -172,12 +172,12 @@ def _adapter(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 
 
 def _column(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard output features: takes full hidden states, and returns this rank's features."""
+    """Shard output features: the module takes full hidden states and returns this rank's features."""
     distribute_parameters(module, mesh, weight=COLUMN, bias=COLUMN, **_adapter_placements(module, "column"))
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard input features: takes this rank's features, and returns the sum over ranks, in ``layout``."""
+    """Shard input features: the module takes this rank's features and returns their sum, in ``layout``."""
     distribute_parameters(module, mesh, weight=ROW, bias=ADDED_ONCE, **_adapter_placements(module, "row"))
     if hasattr(module, "sum_over_ranks"):
         module.sum_over_ranks = partial(all_reduce, group=layout.group)  # type: ignore[assignment]

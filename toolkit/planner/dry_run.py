@@ -203,7 +203,7 @@ def _module_names(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Format numbers as ranges: 0–3, 7 for 0, 1, 2, 3, 7."""
+    """Format numbers as ranges, such as "0–3, 7" for 0, 1, 2, 3, 7."""
     runs = [list(group) for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ends)

@@ -42,7 +42,7 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
 
 def is_of_experts(name: str, args: Any) -> bool:
     """Report whether the functional collective ``name`` is an all-to-all of expert parallelism, which sends
-    to several ranks. Ring attention's sends to one, but their groups may have the same ranks."""
+    to several ranks. Ring attention's sends to one rank, but both may use groups of the same ranks."""
     return name == "all_to_all_single" and sum(map(bool, args[1])) > 1
 
 

@@ -191,7 +191,7 @@ def _open_source(
 
 
 def convert(conversion: Conversion, *, verify: bool = False, progress: Progress = no_progress) -> None:
-    """Write the converted weights in this process. ``verify`` reads them back before the final rename.
+    """Write the converted weights in this process. ``verify`` reads the weights back before the final rename.
 
     Raises:
         DataError, CheckpointError: the disk is full; or the source is damaged or ``verify`` failed, in which

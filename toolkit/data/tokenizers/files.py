@@ -192,7 +192,7 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
 def declared(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, overridden by special_tokens_map.json if it lists no added tokens.
 
-    This is the precedence in transformers.
+    transformers has the same precedence.
 
     Raises:
             DataError: One of the files is not a JSON object.

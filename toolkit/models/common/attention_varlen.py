@@ -1,7 +1,7 @@
 """torch's varlen_attn: the flash kernel over concatenated documents. CUDA, bfloat16 or float16.
 
-Memory is linear in the sequence length, and nothing is compiled; head dim a multiple of 8, up to 256. Finding
-the documents synchronizes with the device once per forward, because their number is a tensor shape.
+Memory is linear in the sequence length, and nothing is compiled. Head dims are multiples of 8 up to 256.
+Finding the documents synchronizes with the device once per forward, because their number is a tensor shape.
 
 Shapes: T = B·S tokens, N documents of all rows together.
 """

@@ -430,7 +430,7 @@ class ParameterTable(Mapping[str, ParameterRow]):
 
     def from_hf(self, name: str) -> list[tuple[str, int]]:
         """Return our names of the parameters in the Hugging Face tensor ``name`` (several if it is fused),
-        each with the index of its expert, or 0. Rotary frequencies have none, because they are computed.
+        each with the index of its expert, or 0. Rotary frequencies have no name, because they are computed.
 
         An unknown name gets a suffix, so that it is reported as unexpected even if it equals one of our names
         (as norm.weight does in a model saved without its head).

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, Llama's architecture with query, key and value biases (arXiv:2412.15115)."""
+"""Qwen2 and Qwen2.5, with Llama's architecture and query, key and value biases (arXiv:2412.15115)."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def float8_runs(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def float8_sizes(run: PlannedRun) -> list[Problem]:
-    """Check that sizes are multiples of 16, as float8 GEMMs require: of TP shards, and of the number of
-    tokens over which a weight's gradient is summed."""
+    """Check that the sizes of TP shards, and the number of tokens over which a weight's gradient is summed,
+    are multiples of 16, as float8 GEMMs require."""
     model, batch, options = run.model, run.batch, run.config.parallelism
     if not _on(run) or _emulates(run) or model is None or batch is None:
         return []

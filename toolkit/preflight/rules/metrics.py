@@ -74,7 +74,7 @@ def wandb_ready(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def trackers_ready(run: PlannedRun) -> list[Problem]:
-    """Check for the packages of ``metrics.report_to``, and for Comet's API key, as it prompts otherwise."""
+    """Check for the packages of ``metrics.report_to``, and for Comet's API key, without which it prompts."""
     key, asked = "metrics.report_to", run.config.metrics.report_to
     problems = [
         run.problem(key, f"the package {package} is not installed", install_command(name))
