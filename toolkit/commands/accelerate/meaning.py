@@ -66,7 +66,7 @@ def number(value: Any, least: int = 1) -> int:
 
 
 def word(value: Any, names: tuple[str, ...]) -> str:
-    """Return the one of ``names`` that equals ``value``, ignoring case.
+    """Return the name in ``names`` that equals ``value``, ignoring case.
 
     Raises:
         Refused: it is none of them.
