@@ -68,7 +68,7 @@ _PLAIN: dict[str, Any] = {
     "parallelism.context_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
 }
-"""Values that :func:`new_model` requires: the plain model of the preset, data-parallel."""
+"""Values that :func:`new_model` requires: the preset's unmodified model, with data parallelism only."""
 
 
 def load_config(file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -86,8 +86,8 @@ def load_config(file: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def start(config: Config) -> Iterator[torch.device]:
     """Join the process group and yield this rank's device.
 
-    The ranks are those of torchrun, or this process alone. The group is destroyed at the end, but not after
-    an error, when other ranks may wait in it. An existing group is used and kept.
+    The ranks are those that torchrun started, or this process alone. The group is destroyed at the end,
+    unless an error is raised, because other ranks may still be waiting in it. An existing group is kept.
 
     Raises:
         ConfigError: the preflight finds problems for this number of ranks, or the configuration requests a
@@ -142,11 +142,11 @@ def open_data(config: Config) -> RunData:
 
 
 class GlobalBatches:
-    """Batches of a data-parallel run, in its order.
+    """The global batches of a data-parallel run, in the order in which the run trains on them.
 
-    Each step yields this rank's micro-batches and the number of tokens with a loss on all ranks. A
-    micro-batch has int64 ``tokens`` and ``labels`` (B, S), already shifted, with label −100 where a token has
-    no loss, and ``positions`` and ``documents`` (B, S) or None.
+    Each step yields this rank's micro-batches and the number of tokens with a loss, over all ranks. A
+    micro-batch has int64 ``tokens`` and ``labels`` (B, S). The labels are already shifted, and −100 where a
+    token has no loss. ``positions`` and ``documents`` are (B, S) or None.
 
     Attributes:
         shape: sizes of the global batch and micro-batch, and the number of accumulation steps.
@@ -181,7 +181,7 @@ class GlobalBatches:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of the update after ``step`` finished steps of ``training.steps``."""
+    """Return the learning rate of the update after ``step`` finished steps, out of ``training.steps``."""
     options, steps = config.lr_scheduler, config.training.steps
     return scheduled_rate(step, options, lr=config.optimizer.lr, total_steps=steps)
 
@@ -254,9 +254,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(config: Config, model: Decoder, optimizer: Optimizer, batches: GlobalBatches) -> int:
-    """Load the run's newest checkpoint into the model, the optimizer and the data position, in place.
+    """Restore the model, the optimizer and the data position from the run's newest checkpoint, in place.
 
-    Returns its number of finished steps; 0, with nothing loaded, if there is no checkpoint.
+    Returns the number of finished steps, or 0 if there is no checkpoint.
 
     Raises:
         CheckpointError, DataError: on every rank: the checkpoint is damaged, or of another model or corpus.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward: "auto" is bfloat16 if the device supports it natively."""
+    """Return the dtype of forward and backward; "auto" means bfloat16 if the device supports it natively."""
     name = config.training.mixed_precision_param
     return native_dtype(device) if name == "auto" else DTYPES[name]
 
@@ -74,8 +74,8 @@ def build_model(
     """Build a model sharded over ``mesh`` on ``device`` that computes in ``param_dtype``.
 
     Initial weights depend only on ``seed``. If ``pretrained``, only parameters added by fine-tuning are
-    initialized here; the others are loaded later. ``weighted``: the loss weights its tokens. Without
-    ``storage`` the model stays on the meta device.
+    initialized here; the others are loaded later. ``weighted`` means that the loss weights its tokens.
+    Without ``storage`` the model stays on the meta device.
 
     Raises:
         ConfigError: a custom decoder or converter changes the model's parameters.
@@ -207,7 +207,7 @@ def _stages(config: Config, args: ModelArgs, mesh: Mesh) -> Stages | None:
 
 
 def _modules_of_rank(stages: Stages | None, mesh: Mesh) -> Sequence[list[str] | None]:
-    """Return the module names of each pipeline stage on this rank; None is the whole model."""
+    """Return the module names of each pipeline stage on this rank; None means the whole model."""
     if stages is None or mesh.pp is None:
         return [None]
     return [stages.modules[stage] for stage in stages.of_ranks[mesh.pp.get_local_rank()]]

@@ -101,8 +101,8 @@ class Checkpointer:
         return step_folder(self.manager.folder, self._state.step)
 
     def tensors(self, *, model_only: bool, copies: bool = False) -> dict[str, Tensor]:
-        """Return this rank's tensors to save, or with ``copies`` the tied copies, which are not saved. With
-        an adapter, only trained parameters: the frozen model is reloaded from its source."""
+        """Return this rank's tensors to save or, with ``copies``, the tied copies, which are not saved. With
+        an adapter, these are only trained parameters: the frozen model is reloaded from its source."""
         parameters = list(self._model_parts.tied_copies() if copies else self._model_parts.named_parameters())
         buffers = [] if copies else list(self._model_parts.named_buffers())
         if self._config.finetune.adds:
@@ -114,8 +114,8 @@ class Checkpointer:
     # Loading
 
     def restore(self, on_initial: Callable[[], object] | None = None) -> None:
-        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint.
-        ``on_initial`` is called with the initial weights, which a resumed run then loads, too."""
+        """Resume from the run's own checkpoint, else load the configured initial weights or checkpoint. With
+        ``on_initial``, the initial weights are loaded even before resuming; it is called with them."""
         options = self._options
         if not options.load_only:
             self.manager.remove_leftovers(exports=self.exporter.folder)
@@ -140,7 +140,7 @@ class Checkpointer:
         self._first_step = self._state.step
 
     def _load_initial(self, *, model_only: bool) -> None:
-        """Load the configured initial weights or checkpoint, with an adapter only the initial adapter."""
+        """Load the configured initial weights or checkpoint; with an adapter, only the initial adapter."""
         options = self._options
         if self._config.finetune.adds:
             if self._config.finetune.adapter_path is not None:
@@ -389,8 +389,8 @@ class Checkpointer:
     def after_step(
         self, exclude: Callable[[str], AbstractContextManager[None]], *, last: bool, stop: bool
     ) -> None:
-        """Save and export what is due after a step, inside ``exclude``, which excludes it from the step
-        time."""
+        """Run the saves and exports that are due after a step, inside ``exclude``, which excludes them from
+        the step time."""
         self.end_save(wait=False)
         if self.due(last=last, stop=stop):
             with exclude("checkpoint"):

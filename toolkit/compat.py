@@ -1,8 +1,8 @@
 """Private names of torch, each with the reason why no public name suffices, and backports for Python 3.10.
 
-Import torch's private names only from here, by the keys of :data:`PRIVATE`. Each is resolved on first use:
-some load torch's compiler, and this file must import without torch. ``tests/test_compat.py`` checks that each
-exists and that no other file uses private names.
+Import torch's private names only from here, by the keys of :data:`PRIVATE`. A name is resolved on first use,
+because some load torch's compiler and this file must import without torch. ``tests/test_compat.py`` checks
+that each exists and that no other file uses private names.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def checkpointed(wrapper: Any) -> Any:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return this rank's shard of a DTensor itself. to_local() is differentiable, waits for collectives, and
-    returns a new tensor for a parameter."""
+    """Return the tensor that stores this rank's shard of a DTensor. to_local() is differentiable, waits for
+    collectives, and returns a new tensor for a parameter."""
     return tensor._local_tensor
 
 
@@ -187,8 +187,7 @@ def recorded_collectives(backend: str) -> dict[str, Any]:
 
 
 def fsdp_param_group(module: Any) -> Any:
-    """Return FSDP's parameter group of ``module``, whose parameters are gathered together; None without
-    one."""
+    """Return FSDP's parameter group of ``module``, the parameters gathered together; None without one."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
@@ -198,7 +197,7 @@ def operator_schema(operator: Any) -> Any:
 
 
 def schedule_actions(schedule: Any, ranks: int, stages: int, micro_batches: int) -> list[Any]:
-    """Return each rank's pipeline actions; torch computes them only for stages in a process group."""
+    """Return each rank's pipeline actions; torch itself computes them only for stages in a process group."""
     instance = schedule.__new__(schedule)
     instance._n_microbatches, instance.pp_group_size = micro_batches, ranks
     instance.n_local_stages = stages // ranks
@@ -210,11 +209,11 @@ def schedule_actions(schedule: Any, ranks: int, stages: int, micro_batches: int)
 
 
 def watch_resizes(callback: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``callback`` on each storage resize, by which FSDP frees parameters. Returns a function that stops
-    it.
+    """Call ``callback`` whenever a storage is resized, as FSDP does to free parameters. Returns a function
+    that ends this.
 
-    Dispatch modes do not see resizes, and FSDPModule has no hook. Only the planner, which runs no data, uses
-    it.
+    Dispatch modes do not see resizes, and FSDPModule has no hook for them. Only the planner, which processes
+    no data, uses this.
     """
     storage_class = import_module("torch").UntypedStorage
     resize = storage_class.resize_

@@ -88,7 +88,7 @@ class TrainingError(ToolkitError):
 
 
 class OutOfMemory(TrainingError):
-    """One rank is out of device memory. It reports the error itself: other ranks only see it disappear."""
+    """One rank is out of device memory. That rank reports the error; other ranks only see its exit."""
 
 
 def report(error: BaseException, *, show: bool, debug: bool = False) -> int:
@@ -202,5 +202,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape like :func:`printable`, and escape newlines too."""
+    """Escape newlines, and the characters that :func:`printable` escapes."""
     return printable(text).replace("\n", "\\n")

@@ -69,7 +69,7 @@ class Exporter:
                 self._push(out, self._options.push_to_hub)
 
     def export_missed(self, step: int, *, last: bool) -> None:
-        """Redo exports that were lost because the run was killed after the save, and failed uploads. The
+        """Repeat failed uploads, and exports that were lost because the run was killed after the save. The
         upload to the Hub is always repeated; it skips files that are already there.
 
         Raises:

@@ -1,8 +1,8 @@
-"""Fuse elementwise parts of a step into one generated kernel each on CUDA, even without compile.enable.
+"""Compile each enabled elementwise part of a step into one CUDA kernel, even without compile.enable.
 
 Eager PyTorch reads and writes every element once per operator. inductor compiles an enabled part into a
-kernel that reads its inputs and writes its results once. Parts that are not enabled, other devices, and
-regions that are already compiled run operator by operator.
+kernel that reads its inputs and writes its results once. Disabled parts, and all parts on other devices, run
+operator by operator; a compiled region includes its parts.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def lacks_cpp_compiler() -> str | None:
-    """Return the broken rule if torch's inductor cannot compile code for the CPU, else None."""
+    """Return why torch's inductor cannot compile code for the CPU, or None if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler):
         return None
@@ -45,7 +45,7 @@ def lacks_cpp_compiler() -> str | None:
 
 
 def lacks_c_compiler() -> str | None:
-    """Return the broken rule if Triton, the GPU compiler, cannot build its launchers, else None."""
+    """Return why Triton, the GPU compiler, cannot build its launchers, or None if it can."""
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     if any(map(shutil.which, compilers)):
         return None
@@ -107,8 +107,8 @@ _expert_load = 1.0
 
 @contextmanager
 def simulate(device: str, *, expert_load: float = 1.0) -> Iterator[None]:
-    """Make fake tensors on the CPU represent tensors on the device type ``device``. The experts of a rank get
-    ``expert_load`` times the mean of the rows of their group."""
+    """Make fake tensors on the CPU represent tensors on the device type ``device``. The experts of a rank
+    receive ``expert_load`` times the mean number of rows in their group."""
     global _simulated, _expert_load
     before = _simulated, _expert_load
     _simulated, _expert_load = device, expert_load

@@ -2,15 +2,15 @@
 
     NGPU=8 python -m toolkit.launch --job.config_file FILE [--table.key value …]
 
-All arguments belong to ``toolkit.train``; environment variables describe the launch (:func:`launch_from`).
-The configuration is checked before any rank starts. If SAMPLE is set, a finished run prints the model's
-continuation of that text.
+All arguments are passed to ``toolkit.train``; environment variables describe the launch
+(:func:`launch_from`). The configuration is checked before any rank starts. If SAMPLE is set, a finished run
+prints the model's continuation of that text.
 
-The ranks of a single-node run rendezvous at a port of their own. With several nodes, the launchers rendezvous
-and restart after failures (``launcher/nodes.py``). Nothing here imports torch: starting two empty ranks on a
-2-core machine takes torchrun 2.5 s, most of it its own imports, and this launcher 0.4 s
-(benchmarks/startup.py). torchrun can start ``toolkit.train`` too, but turns every exit code into 1, is
-killed by SIGUSR1, and kills the ranks 30 s into a save.
+The ranks of a single-node run rendezvous at a port that the launcher reserves. With several nodes, the
+launchers rendezvous and restart after failures (``launcher/nodes.py``). Nothing here imports torch: to start
+two empty ranks on a 2-core machine, torchrun takes 2.5 s, mostly for its imports, and this launcher takes 0.4
+s (benchmarks/startup.py). torchrun can start ``toolkit.train`` too, but it turns every exit code into 1, is
+killed by SIGUSR1, and kills ranks that take more than 30 s to save.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _plan(config: Config, argv: Sequence[str]) -> tuple[Hardware, Launch]:
 
 
 def _check(config: Config, argv: Sequence[str]) -> None:
-    """Check the valid settings of a configuration in which others are invalid."""
+    """Check the valid settings of a configuration that also has invalid ones."""
     hardware, launch = _plan(config, argv)
     if not config.parallelism.elastic_meshes:  # they change the mesh of a launch
         preflight.raise_problems(config, world_size=launch.world_size, hardware=hardware)

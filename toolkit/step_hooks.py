@@ -44,14 +44,13 @@ class StepHook:
         return None
 
     def before_step(self, step: int) -> None:
-        """Called when the micro-batches are loaded."""
+        """Called once the micro-batches of a step are loaded."""
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Called after the update, before anything is logged, validated or saved."""
 
     def during(self, name: str) -> AbstractContextManager[object]:
-        """Return a context for work outside the step itself: "data", "validation", "checkpoint" and
-        others."""
+        """Return a context for work outside the step itself, such as "data", "validation" or "checkpoint"."""
         return nullcontext()
 
     def log_values(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Training process: ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
+"""The training process, ``python -m toolkit.train --job.config_file FILE [--table.key value …]``.
 
-Runs alone, or as one rank under ``run_train.sh``, torchrun or srun. The configuration is checked before torch
-is imported, so that a mistake is reported within a fraction of a second. Exit codes: `toolkit.errors`.
+It runs alone, or as one rank under ``run_train.sh``, torchrun or srun. The configuration is checked before
+torch is imported, so that a mistake is reported within a fraction of a second. Exit codes are in
+`toolkit.errors`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
 
 
 def _load(argv: Sequence[str]) -> Config:
-    """Load the config. If some settings are invalid, check the others too."""
+    """Load the config. If some settings are invalid, the other settings are checked too."""
     from toolkit import preflight
 
     def check(config: Config) -> None:

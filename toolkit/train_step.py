@@ -1,9 +1,9 @@
 """Train on one global batch: count its tokens, accumulate gradients over micro-batches, clip, update.
 
 The loss of a micro-batch is the *sum* over its tokens divided by the number of valid tokens (or the
-objective's divisor) in the global batch, on all ranks and in all micro-batches. Losses that blocks add are
-divided by the number of all its tokens. A small all-reduce computes these numbers before the first backward.
-Gradients are therefore plain sums, independent of the batch split.
+objective's divisor) in the global batch, on all ranks and in all micro-batches. Losses added by blocks are
+divided by the number of all tokens in the global batch. A small all-reduce computes these numbers before the
+first backward. Gradients are therefore plain sums, which do not depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ if TYPE_CHECKING:  # imported only by runs that use them
 class TrainState:
     """Progress of a run.
 
-    The learning rate schedule counts steps from ``schedule_start``. It is nonzero if a part of the checkpoint
-    was not loaded, and negative if the step was excluded: the run counts from 0, but the schedule continues.
+    The learning rate schedule counts steps from ``schedule_start``, which is nonzero if a part of the
+    checkpoint was not loaded. It is negative if the step was excluded: the run counts from 0, but the
+    schedule continues.
     """
 
     step: int = 0
@@ -51,7 +52,7 @@ class TrainState:
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # rank 0 saves its own
 
     def note_best(self, value: float) -> None:
-        """Record the step if ``value``, of which lower is better, is the lowest so far."""
+        """Record the step if ``value`` is the lowest so far (lower is better)."""
         if math.isfinite(value) and (self.best_validation is None or not self.best_validation <= value):
             self.best_validation, self.best_step = value, self.step
 
@@ -162,8 +163,8 @@ class TrainStep:
     def _read(self, measured: Tensor) -> list[float]:
         """Copy the gradient norm, two counts, the loss and other reported values to the host.
 
-        This is the step's only synchronization. It is needed because a nonfinite gradient must not reach the
-        parameters, and all ranks must know of a stop request.
+        This is the step's only synchronization. It is necessary because a nonfinite gradient must not reach
+        the parameters, and all ranks must know of a stop request.
         """
         if not self.updates_ahead:
             return cast("list[float]", measured.tolist())

@@ -200,7 +200,7 @@ class Trainer:
         return CompileClock().take
 
     def _prepare_reference(self, timer: StartupTimer) -> Callable[[], None] | None:
-        """Give the objective its stored reference, or return how to compute it with the initial weights."""
+        """Load the stored reference, or return a function that computes it with the initial weights."""
         self._reference: dict[str, str] = {}
         if not self.config.finetune.stores_reference:
             return None
@@ -234,7 +234,7 @@ class Trainer:
         )  # fmt: skip
 
     def count_steps(self) -> int:
-        """Return the total steps of the run. With epochs, they are the finished steps plus those for the
+        """Return the total steps of the run. With epochs, this is the finished steps plus those for the
         remaining samples, because earlier steps may have had another batch size or may have been rolled
         back."""
         training = self.config.training

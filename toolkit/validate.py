@@ -88,12 +88,12 @@ class Validator:
         return classifier_scores(self._model_parts, classes=classes, device=self._device)
 
     def initial_losses(self, state: TrainState) -> dict[str, float]:
-        """Return the losses before the first step that were measured on the same samples."""
+        """Return the losses from before the first step, if they were measured on the same samples as now."""
         return {name: state.before[key] for name, key in self._compared.items() if key in state.before}
 
     @property
     def _compared(self) -> dict[str, str]:
-        """Return the losses reported before and after training, with the identity of their samples."""
+        """Return the losses compared before and after training, each with the identity of its samples."""
         loaders = {"validation_loss": self.loader, "base_corpus_loss": self._base}
         return {name: f"{name} of {loader.identity}" for name, loader in loaders.items() if loader}
 
@@ -110,9 +110,9 @@ def validate(
 ) -> dict[str, float] | None:
     """Return the mean "loss" per token in nats, or the objective's means, over all ranks' micro-batches.
 
-    At most ``limit`` micro-batches per rank are used. Every rank must have the same number of them, because
-    each one gathers the sharded parameters. ``objective`` replaces the run's objective. Returns None if
-    ``stop`` returned True on some rank before the end.
+    At most ``limit`` micro-batches per rank are used. Every rank must have the same number of micro-batches,
+    because each one gathers the sharded parameters. ``objective`` replaces the run's objective. Returns None
+    if ``stop`` returned True on some rank before the end.
     """
     rows = []
     stops = torch.zeros((), device=device)
@@ -163,8 +163,8 @@ class _NextToken(Objective):
 def base_corpus_loss(
     model_parts: ModelParts, batches: Iterable[MicroBatch], **options: Any
 ) -> dict[str, float]:
-    """Return loss (nats per token) and perplexity, with the adapter, on a corpus that is not trained on;
-    empty if stopped before the end. ``options`` are passed to :func:`validate`."""
+    """Return loss (nats per token) and perplexity on a corpus that is not trained on, with any adapter; empty
+    if stopped before the end. ``options`` are passed to :func:`validate`."""
     result = validate(model_parts, batches, objective=_NextToken(), **options)
     if result is None:
         return {}

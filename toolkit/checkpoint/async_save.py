@@ -1,6 +1,6 @@
 """Asynchronous checkpoints: training continues while a thread writes copies of the tensors.
 
-The copies take as much host memory as the rank's share of the checkpoint. They are allocated at the first
+The copies take as much host memory as the rank's share of the checkpoint. Copies are allocated at the first
 save and reused; in pinned memory, torch rounds each tensor up to a power of two.
 """
 
@@ -44,7 +44,7 @@ class BackgroundWriter:
         }
 
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
-        """Return the previous copy of this name, or a new buffer if that does not fit."""
+        """Return the previous copy of this name, or a new buffer if the copy does not fit."""
         copy = self._copies.get(name)
         if copy is not None and (copy.shape, copy.dtype) == (shard.shape, shard.dtype):
             return copy

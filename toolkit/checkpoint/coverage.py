@@ -39,8 +39,8 @@ def _lies_inside(chunk: ChunkStorageMetadata, shape: Sequence[int]) -> bool:
 def _tiles(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return whether ``chunks`` tile ``shape`` exactly.
 
-    Each corner of a box has the product of +1 per start and -1 per end coordinate as its weight. Boxes tile
-    another box if and only if the sums of their weights equal the weights of the other box.
+    The weight of a box's corner is the product of +1 per start coordinate and -1 per end coordinate. Boxes
+    tile another box if and only if their weights, summed at each point, equal its weights.
     """
     corners: Counter[tuple[int, ...]] = Counter()
 

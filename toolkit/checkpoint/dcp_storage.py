@@ -110,7 +110,7 @@ class HashingFileSystem(FileSystem):
 
 
 class RemoteFileSystem(HashingFileSystem):
-    """Writes files under their final names; DCP would write temporary names and rename them."""
+    """Writes files under their final names, without DCP's renaming of temporary files."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
@@ -133,7 +133,7 @@ class RemoteFileSystem(HashingFileSystem):
 
 
 class ContiguousSavePlanner(DefaultSavePlanner):
-    """Saves a flat state dict of tensors, each contiguous."""
+    """Saves a flat state dict of tensors and makes each of them contiguous."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -152,7 +152,7 @@ class CommittingWriter(FileSystemWriter):
     """Writes into ``folder`` and calls ``commit(files, metadata)`` on rank 0 once all ranks have synced.
 
     ``files`` maps the names of all ranks' files to size and hash. DCP propagates exceptions of ``commit`` to
-    every rank. ``commit`` runs inside DCP's ``finish``, so also in a background save.
+    every rank. ``commit`` runs inside DCP's ``finish``, also in a background save.
     """
 
     def __init__(self, folder: Path, commit: Callable[[Files, Metadata], None]):
@@ -207,7 +207,7 @@ _ALLOWED = {
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """Replace ``getattr`` in a pickle; Python 3.11.0 to 3.11.3 write enum members with it."""
+    """Stand in for ``getattr`` in a pickle; Python 3.11.0 to 3.11.3 use it to write enum members."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise CheckpointError("it refers to builtins.getattr, which no checkpoint of tensors needs")
     return kind[name]
@@ -320,8 +320,8 @@ def locate_tensor(
 
 
 class VerifiedReader(FileSystemReader):
-    """Reads tensors directly into their destination, where DCP would make two copies. The index has been
-    validated by :func:`read_metadata`."""
+    """Reads tensors directly into their destination; DCP would make two copies. The index has been validated
+    by :func:`read_metadata`."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__("")  # DCP's own reading is overridden

@@ -33,8 +33,8 @@ def check_free_space(
     """Check that ``folder`` is writable and can be synced, and that a checkpoint fits. Collective.
 
     ``model`` contains this rank's tensors; ``stages`` is the number of pipeline stages. ``everything``
-    returns all tensors of the checkpoint. It creates the optimizer state, so it is called only if space is
-    scarce.
+    returns all tensors of the checkpoint. Because this creates the optimizer state, it is called only if
+    space is scarce.
 
     Raises:
         CheckpointError: on every rank: ``folder`` is not writable, or has too little free space.
@@ -52,7 +52,7 @@ def check_free_space(
 
 
 def checkpoint_bytes(tensors: Iterable[Tensor], *, stages: int, group: dist.ProcessGroup) -> int:
-    """Return the total size of ``tensors`` over all stages; the ranks of a stage store shards."""
+    """Return the total size of ``tensors`` over all stages; each rank of a stage stores a shard of them."""
     local_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     total = torch.tensor(float(local_bytes), dtype=torch.float64)
     dist.all_reduce(total, group=group)

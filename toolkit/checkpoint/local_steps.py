@@ -48,7 +48,7 @@ def discard(temporary: Path) -> None:
 
 
 def delete(folder: Path, step: int) -> None:
-    """Delete the checkpoint of ``step``. It is renamed first, so that a half-deleted one never looks
+    """Delete the checkpoint of ``step``. The folder is renamed first, so that a half-deleted one never looks
     committed."""
     path = step_folder(folder, step)
     shutil.rmtree(path.rename(temporary_name(path)))

@@ -152,7 +152,7 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def invalid_steps(folder: Path) -> dict[int, str]:
-    """Return, for each step in ``folder`` that is uncommitted or unreadable, what is wrong with it.
+    """Return the problem of each step in ``folder`` that is uncommitted or unreadable.
 
     Raises:
         UnreadableCheckpoint: ``folder`` cannot be listed.
@@ -271,9 +271,9 @@ def saved_settings(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parts_to_exclude(exclude: Sequence[str], run: Mapping[str, Any]) -> list[str]:
-    """Return the parts in checkpoint.exclude_from_loading to exclude from the run's own checkpoint.
+    """Return the parts in checkpoint.exclude_from_loading that the run's own checkpoint excludes too.
 
-    Parts that the run excluded before this save (``run`` in the manifest) are now its own. The same command
+    Parts that were already excluded when the run saved (``run`` in the manifest) are loaded. The same command
     can therefore resume from its own checkpoints.
     """
     before = saved_settings(run).get("checkpoint.exclude_from_loading")

@@ -26,10 +26,10 @@ def steps_to_delete(
     keep_every_n: int | None = None,
     also_kept: Collection[int | None] = (),
 ) -> list[int]:
-    """Return which of the ascending ``steps`` to delete.
+    """Return the steps to delete, out of the ascending ``steps``.
 
-    The following are kept: ``newest``, which was saved last; the ``keep_latest_k`` − 1 highest others (0:
-    all); ``also_kept``; and multiples of ``keep_every_n``.
+    The kept steps are ``newest``, which was saved last; the ``keep_latest_k`` − 1 highest others (0: all);
+    ``also_kept``; and multiples of ``keep_every_n``.
     """
     others = [step for step in steps if step != newest]
     if keep_latest_k == 0:

@@ -1,4 +1,4 @@
-"""The subcommands of ``llama-toolkit``: a file each, whose ``main`` takes the arguments. Imports no torch."""
+"""The subcommands of ``llama-toolkit``; ``main`` of each file takes the arguments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ NAME = "llama-toolkit"
 
 
 class Command(NamedTuple):
-    """A subcommand: one line of help, and whether it only prints, so that it ends with the reader of its
-    output."""
+    """A subcommand: its line of help, and whether it only prints, and so ends when the reader of its output
+    does."""
 
     help: str
     only_prints: bool = True

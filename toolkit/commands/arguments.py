@@ -20,8 +20,8 @@ from toolkit.errors import ConfigError, Problem, ToolkitError, redact
 
 
 def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Return the parser of a subcommand whose help is the docstring of its module: the first line above the
-    arguments, the rest below them. ``options`` are those of ArgumentParser."""
+    """Return the parser of a subcommand. The help text is the docstring of the command's module: the first
+    line above the arguments, the rest below them. ``options`` are those of ArgumentParser."""
     summary, _, rest = (doc or "").partition("\n")
     return argparse.ArgumentParser(
         prog=f"{NAME} {name}",
@@ -79,7 +79,7 @@ def count(text: str) -> int:
 
 
 def ranks(text: str) -> int:
-    """Convert an argument to a number of ranks, or of something that each rank has one of."""
+    """Convert an argument to a number of ranks, or of objects that exist once per rank."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_RANKS}, not {text!r}")
     return int(text)
@@ -106,9 +106,9 @@ def _imported(name: str) -> str:
 
 @contextmanager
 def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
-    """Replace config keys by a program's flags in the problems that are raised inside.
+    """Replace config keys by a program's flags in the problems that are raised inside the context.
 
-    ``flags`` maps keys to flags; a key with its table matches without the table too.
+    ``flags`` maps keys to flags. A key with a table is also replaced where it appears without the table.
     """
     try:
         yield

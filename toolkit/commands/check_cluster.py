@@ -86,8 +86,8 @@ def describe(device: Any) -> str:
 
 
 def storage(folder: Path, size: int) -> tuple[float, float, str]:
-    """Measure write (synced) and read rates of ``folder`` in bytes per second; also return an error
-    message."""
+    """Measure the rates in bytes per second at which ``folder`` is written (with sync) and read; also return
+    an error message."""
     path = folder / f".check-{uuid.uuid4().hex[:8]}"
     block = os.urandom(1 << 20)
     try:
@@ -190,7 +190,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def problems(nodes: Sequence[Node], found: Sequence[Link]) -> list[str]:
-    """Describe problems that would break or slow down a run, with the machine."""
+    """Describe problems, with their machines, that would break or slow down a run."""
     from toolkit.distributed.clocks import skew_warnings
 
     first = nodes[0]

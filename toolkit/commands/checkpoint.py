@@ -50,7 +50,7 @@ GIB = 2**30
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """Find the checkpoint folder: ``folder`` itself, or the one inside a run's folder.
+    """Find the checkpoint folder, which is ``folder`` itself or inside a run's folder.
 
     Raises:
         CheckpointError: there is none, or it cannot be listed.
@@ -63,7 +63,7 @@ def checkpoints_in(folder: Path) -> Path:
 
 
 def size(manifest: Mapping[str, Any]) -> int:
-    """Total size of the files in bytes."""
+    """Return the total size of the files in bytes."""
     return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
@@ -163,7 +163,7 @@ def diff(left: Path, right: Path) -> Iterator[str]:
 
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata of the run such as step and mesh, and its configuration by dotted key."""
+    """Return metadata of the run, such as step and mesh, and its configuration by dotted key."""
     run = manifest["run"]
     plain = {key: value for key, value in run.items() if key not in ("config", "model")}
     return {"step": manifest["step"], **plain, **saved_settings(run)}
@@ -202,7 +202,7 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
 def average(paths: Sequence[Path], out: Path, *, last: int | None, steps: Sequence[int]) -> Iterator[str]:
     """Write the mean of the weights of checkpoints, reading one tensor at a time.
 
-    ``last`` takes the newest ones of each folder in ``paths``, and ``steps`` these.
+    ``last`` selects the newest ones of each folder in ``paths``, and ``steps`` the steps with these numbers.
 
     Raises:
         CheckpointError, DataError: fewer than two are chosen, one is missing or damaged, or they differ.

@@ -1,4 +1,4 @@
-"""Find the first step at which two runs differ in a bit, and what differs there.
+"""Find the first step at which two runs differ in any bit, and show the difference.
 
     llama-toolkit compare-runs outputs/a outputs/b
 
@@ -30,7 +30,7 @@ Steps = dict[int, dict[str, Any]]
 
 
 def read_steps(folder: Path) -> Steps:
-    """Read what can be compared of each step of a run.
+    """Read the values of each step of a run that can be compared.
 
     Raises:
         DataError: the folder has no metrics.jsonl.
@@ -47,7 +47,7 @@ def read_steps(folder: Path) -> Steps:
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Describe what differs in a step, in the order in which it was computed; empty if nothing does."""
+    """Describe the differences of a step, in the order of their computation; empty if there are none."""
     lines = []
     for key in _ORDER:
         if key not in a or key not in b or a[key] == b[key]:

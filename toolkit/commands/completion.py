@@ -71,7 +71,7 @@ def _possible(before: Sequence[str], last: str) -> Iterable[str]:
 
 
 def _flags(name: str) -> list[str]:
-    """Return the flags that the help of a command names, but for config keys."""
+    """Return the flags in the help of a command, except config keys."""
     if name in ("train", "preflight"):
         return ["--help"]
     text = io.StringIO()

@@ -4,7 +4,7 @@
     llama-toolkit configs show llama3_8b            print one
     llama-toolkit configs copy llama3_8b mine.toml  copy one, to be changed (default: its name in this folder)
 
-Every command takes a preset by name where it takes a config. A copy that extends another preset names it.
+Every command accepts a preset's name instead of a config file. A copy that extends another preset names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCHEMA = re.compile(r"^#:schema .*\n")
 
 
 def text_of(name: str) -> str:
-    """Return the text of a preset, as a file outside its folder has it.
+    """Return the text of a preset, adjusted for a file outside of its folder.
 
     Raises:
         ConfigError: there is no such preset.

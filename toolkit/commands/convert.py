@@ -79,8 +79,8 @@ def _advance(bar: tqdm, count: int) -> None:
 
 @contextmanager
 def _place(out: Path) -> Iterator[Path]:
-    """Yield the folder to write: ``out``, or for a URL a local folder that is uploaded and removed, even
-    after a signal."""
+    """Yield the folder to write, which is ``out`` or, for a URL, a local folder that is uploaded and removed,
+    even after a signal."""
     if isinstance(out, Path):
         yield out
         return

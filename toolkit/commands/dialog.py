@@ -1,4 +1,4 @@
-"""The dialog of ``llama-toolkit chat``, and the terminal on which it is held."""
+"""The dialog of ``llama-toolkit chat``, and its terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _YEAR = 365 * 24 * 3600
 
 class Dialog:
     """The turns of a dialog, within the context of a model. Answers end at the format's ``stop_ids`` and at
-    these.
+    those given here.
 
     ``answer`` streams the model's answer and records it. Sampling depends on the seed and the number of the
     turn, so that a dialog with the same seed is reproducible.
@@ -57,7 +57,7 @@ class Dialog:
         self.forgotten = 0
 
     def use(self, generator: Generator) -> None:
-        """Go on with another."""
+        """Continue with another generator."""
         self._generator = generator
 
     def reset(self) -> None:
@@ -105,7 +105,7 @@ class Dialog:
             self.turns.append({"role": "assistant", "content": text})
 
     def _prompt_that_fits(self) -> list[int]:
-        """Encode the dialog, without its oldest turns if it leaves no room for an answer."""
+        """Encode the dialog, without its oldest turns if they leave no room for an answer."""
         context = self._generator.model.args.max_seq_len
         room = min(self._max_new_tokens, context // 4)
         while True:
@@ -155,7 +155,7 @@ class Terminal:
 
 
 def _switch(loaded: LoadedModel | None, dialog: Dialog, asked: str, terminal: Terminal) -> None:
-    """Switch to the adapter ``asked`` for, "" for none."""
+    """Switch to the adapter that was ``asked`` for; "" is the base."""
     names = list(loaded.adapters.adapters) if loaded and loaded.adapters else []
     if asked and asked not in names:
         known = f"there are {', '.join(names)}" if names else "none was given with --adapter"
@@ -204,7 +204,7 @@ def talk(dialog: Dialog, terminal: Terminal, loaded: LoadedModel | None = None) 
 
 
 def run(asked: argparse.Namespace) -> None:
-    """Load the model and hold the dialog on the terminal."""
+    """Load the model and run the dialog on the terminal."""
     sampling = sampling_as_asked(asked)
     given: dict[str, bool | str] | None = asked.chat_template_kwargs
     if asked.format:

@@ -144,7 +144,7 @@ def mesh_figure(plt: Any, layout: ParallelDims, node: int) -> Any:
 
 
 def write_png(path: Path, plt: Any, figures: Sequence[Any]) -> None:
-    """Write the figures below one another."""
+    """Write the figures into one image, below one another."""
     import numpy as np
 
     images = []

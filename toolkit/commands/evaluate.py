@@ -10,8 +10,8 @@ An adapter (a checkpoint or PEFT folder) loads its base; --adapter adds one to M
 Several evaluations can be combined; --output writes the results as JSON. Tasks need the extra eval:
 .venv/bin/python -m pip install -c constraints.txt -e '.[eval]'.
 
-A text begins with BOS if the tokenizer adds it, else with EOS. Each of its tokens is predicted once, in
-windows of --seq-len tokens, of which only the last overlaps the previous one, unless --stride is smaller. The
+A text begins with BOS if the tokenizer adds it, else with EOS. Each token of a text is predicted once, in
+windows of --seq-len tokens. Unless --stride is smaller, only the last window overlaps the previous one. The
 validation set is packed, masked and averaged as in training. Exit codes: 0 done, 2 invalid arguments, 3
 unusable model, tokenizer or text.
 """
@@ -52,7 +52,7 @@ from toolkit.errors import (
 from toolkit.launcher.environment import is_reporting_rank
 
 _WINDOW = 4096
-"""The most tokens of a window unless more are asked for: a context may be of 131,072."""
+"""Maximum tokens per window unless more are requested, because a context may have 131,072."""
 _ROWS = 8
 _SEQ_LEN = (
     f"for text the smallest of {_WINDOW}, the model's context and, for a checkpoint, the training.seq_len "
@@ -67,10 +67,10 @@ _ACTS_WITH = {
     "--limit": "--tasks",
 }
 _OF_ROWS = {"--seq-len": "--validation.seq_len", "--batch-size": "--validation.local_batch_size"}
-"""Flags of texts and tasks, which a config has keys for."""
+"""Flags for texts and tasks that have equivalent config keys."""
 _RULES = ("corpus_readable", "dataset_choices_act", "text_column_acts", "template_has_no_escapes")
 _OF_TRAINING = ("training.", "data.mixture.")
-"""Keys of the corpora that are not evaluated, and need not be here."""
+"""Keys of corpora that are not evaluated and may be missing on this machine."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +160,7 @@ def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace, words: Se
 
 
 def _names(asked: argparse.Namespace) -> list[str]:
-    """Names of --tasks."""
+    """Return the names in --tasks."""
     return [name.strip() for name in (asked.tasks or "").split(",") if name.strip()]
 
 

@@ -29,14 +29,14 @@ Item = TypeVar("Item")
 def text_result(
     loaded: LoadedModel, evaluator: Evaluator, asked: argparse.Namespace, length: int
 ) -> TextLoss:
-    """Loss on the files of --text."""
+    """Return the loss on the files of --text."""
     texts = _counted(documents(asked.text, asked.text_column), "documents")
     with flags_named(TEXT_FLAGS):
         return text_loss(evaluator, require_tokenizer(loaded), texts, length=length, stride=asked.stride)
 
 
 def validation_result(loaded: LoadedModel, evaluator: Evaluator, config: Config) -> TextLoss:
-    """Loss on the validation set of ``config``, as in training.
+    """Return the loss on the validation set of ``config``, as in training.
 
     Raises:
         ConfigError: samples are longer than the model's context.
@@ -73,7 +73,7 @@ def validation_result(loaded: LoadedModel, evaluator: Evaluator, config: Config)
 def task_results(
     loaded: LoadedModel, evaluator: Evaluator, tasks: Sequence[Any], asked: argparse.Namespace, length: int
 ) -> dict[str, Any]:
-    """Run ``tasks`` with lm-eval; prints and returns the results on rank 0."""
+    """Run ``tasks`` with lm-eval; print and return the results on rank 0."""
     from toolkit.evaluation.lm_eval import TaskModel, result_lines, run_tasks
 
     tokenizer, ends = require_tokenizer(loaded), loaded.eos_ids
@@ -87,7 +87,7 @@ def task_results(
 
 
 def _counted(items: Iterable[Item], unit: str) -> Iterable[Item]:
-    """Count ``items`` on the terminal of rank 0 as they are evaluated."""
+    """Count ``items`` on rank 0's terminal as they are evaluated."""
     return tqdm(items, unit=f" {unit}", disable=None if is_reporting_rank(os.environ) else True)
 
 

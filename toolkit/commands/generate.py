@@ -8,9 +8,9 @@
 MODEL is a Hugging Face folder, a Meta folder, a step-N checkpoint, or a run's folder (its newest checkpoint).
 An adapter (a checkpoint or PEFT folder) loads its base; --adapter adds one to MODEL, or several to be used in
 turn. Prompts come from --prompt, or from the lines of a file or of standard input; in a .jsonl file each line
-has a "prompt". Each begins with BOS as configured in the tokenizer's files, or by --add-bos-token. Special
-tokens in a prompt, such as "</s>", are plain text. The text depends on --seed and the index of the prompt,
-not on batch or mesh.
+has a "prompt". Each prompt begins with BOS as configured in the tokenizer's files, or by --add-bos-token.
+Special tokens in a prompt, such as "</s>", are plain text. The text depends on --seed and the index of the
+prompt, not on batch or mesh.
 
 The text goes to standard output, streamed for a single prompt. Exit codes: 0 done, 2 invalid arguments,
 3 unusable model, tokenizer or prompts.

@@ -1,4 +1,4 @@
-"""Texts of ``llama-toolkit generate``: generated in batches, and printed on rank 0."""
+"""Generate the texts of ``llama-toolkit generate`` in batches, and print them on rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.models.common.args import ModelArgs
 
 
 def _token_ids(tokenizer: Tokenizer, names: Sequence[str]) -> set[int]:
-    """Ids of --stop-token.
+    """Return the ids of --stop-token.
 
     Raises:
         ConfigError: the tokenizer has no such token.
@@ -62,7 +62,7 @@ class _Printer:
             print(text, end="", flush=True)
 
     def batch(self, first: int, encoded: Sequence[list[int]], generated: Sequence[list[int]]) -> None:
-        """Print the texts of the prompts from ``first`` on."""
+        """Print the texts of a batch of prompts, the first of which has the index ``first``."""
         for number, (ids, tokens) in enumerate(zip(encoded, generated, strict=True), start=first):
             stream = TextStream(self.decode, ids)
             text = "".join(map(stream.add, tokens)) + stream.rest()

@@ -39,7 +39,7 @@ _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 
 @dataclass
 class Imported:
-    """A line for each key, the settings of the TOML, the launch variables, and the rejected keys."""
+    """The result: a line per key, the settings of the TOML, the launch variables, and the rejected keys."""
 
     lines: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -57,8 +57,8 @@ def translate(
     processes: int | None = None,
     machines: int | None = None,
 ) -> Imported:
-    """Translate each key; ``processes`` and ``machines`` override the file if given. ``replicas`` other than
-    0 are those of HYBRID_SHARD."""
+    """Translate each key; ``processes`` and ``machines`` override the file if given. ``replicas``, if not 0,
+    is the number of replicas of HYBRID_SHARD."""
     result = Imported()
     asked = {"num_processes": processes, "num_machines": machines}
     given = [item for item in given if asked.get(item.name) is None]
@@ -84,7 +84,7 @@ def translate(
 
 
 def _counts(values: Mapping[str, Any], replicas: int) -> dict[str, int]:
-    """Number of machines, and of replicas requested by ``replicas`` or the mesh, 0 for none."""
+    """Return the number of machines, and of replicas requested by ``replicas`` or the mesh, 0 for none."""
     try:
         machines = number(values.get("num_machines", 1))
         meshed = number(values.get(_MESH_REPLICAS, 1))
@@ -144,7 +144,7 @@ def toml_text(settings: Mapping[str, Any], *, source: str, extends: str | None =
 
 
 def launch_lines(imported: Imported, config: str) -> list[str]:
-    """Launch commands with run_train.sh and torchrun; each machine has its own."""
+    """Return the launch commands of one machine, with run_train.sh and with torchrun."""
     launch: dict[str, Any] = {"rdzv_backend": "c10d", "MASTER_PORT": PORT, **imported.launch}
     machines, rank = launch.get("NNODES", 1), launch.get("NODE_RANK", 0)
     environment = {key: launch[key] for key in _ENVIRONMENT if key in launch}
@@ -177,7 +177,7 @@ def _assigned(names: Mapping[str, Any]) -> str:
 
 
 def _relative(extends: Path, output: Path | None) -> str:
-    """Path of the extended file, relative to the one that extends it."""
+    """Return the path of the extended file, relative to the one that extends it."""
     if not extends.is_file():
         raise ConfigError(Problem("there is no such file", "name a TOML", "--extends", str(extends)))
     return os.path.relpath(extends, output.parent if output else Path())

@@ -5,8 +5,8 @@
     llama-toolkit inspect-data FILE --validation
 
 Samples have the order of the run and are built in the same way: tokenized corpora are read from
-data.cache_folder, or written there. For streamed text with training.global_batch_size = -1 they are those of
-a run on one rank; more ranks have a larger batch and another order. Each line shows the position of its first
+data.cache_folder, or written there. For streamed text with training.global_batch_size = -1, they are the
+samples of a run on one rank; more ranks change batch and order. Each line shows the position of its first
 token, the text of its tokens, and their ids. Tokens with a loss are green, or between ⟦ and ⟧ without color.
 Each document (conversation) of a row begins on a new line, and with data.document_mask its positions start at
 0. A token that is predicted but not an input, such as the last of a conversation, is underlined, or followed

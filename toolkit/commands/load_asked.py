@@ -1,4 +1,4 @@
-"""The model and the sampling options that the arguments of a command select."""
+"""Load the model, and build the sampling options, that the arguments of a command select."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def load_as_asked(
     add_bos: bool | None = None,
     check: Callable[[Tokenizer | None, ModelArgs], object] | None = None,
 ) -> LoadedModel:
-    """Load the model of :func:`add_model_arguments` on this process's device, sharded over the ranks of
-    torchrun, whose process group is created here. ``add_bos`` comes from :func:`add_bos_argument`; ``check``
-    is passed to :func:`load_model`.
+    """Load the model selected by :func:`add_model_arguments` on this process's device, sharded over the ranks
+    of torchrun, whose process group is created here. ``add_bos`` comes from :func:`add_bos_argument`;
+    ``check`` is passed to :func:`load_model`.
 
     Raises:
         ConfigError, DataError, CheckpointError: as :func:`load_model`.
@@ -58,7 +58,7 @@ def load_as_asked(
 
 
 def adapters_as_asked(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Folders of --adapter by name, by default the folder's name.
+    """Return the folders of --adapter by name, by default the folder's name.
 
     Raises:
         ConfigError: two have the same name.

@@ -1,4 +1,4 @@
-"""Search the fastest layouts for training a model on a number of GPUs: memory, step time, cost and reasons.
+"""Search for the fastest layouts to train a model on GPUs: memory, step time, cost and reasons.
 
     llama-toolkit plan CONFIG --gpu h100 --gpus 512
     llama-toolkit plan CONFIG --gpu h100 --gpus 512 --tokens 15e12 --price 2.5 --write planned.toml
@@ -6,8 +6,8 @@
 
 Searches mesh degrees, micro-batch size, activation checkpointing and pipeline schedule; global batch and
 sequence length are those of CONFIG. Needs no GPUs and no data. Other arguments are config keys.
-docs/planning.md describes the estimates and assumptions. Exit codes: 0 result a layout, 2 invalid arguments
-or no layout fits, 3 unreadable tokenizer.
+docs/planning.md describes the estimates and assumptions. Exit codes: 0 a layout was found, 2 invalid
+arguments or no layout fits, 3 unreadable tokenizer.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _records(lines: Sequence[str]) -> Iterator[Record]:
 
 
 def axis(records: Sequence[Record], x: str) -> list[float]:
-    """Value of each record on the axis ``x``: its step, or the tokens or hours up to it."""
+    """Return the value of each record on the axis ``x``: its step, or the tokens or hours up to it."""
     if x == "step":
         return [record["step"] for record in records]
     values, tokens, seconds, before = [], 0.0, 0.0, step_before(records)
@@ -98,14 +98,14 @@ def axis(records: Sequence[Record], x: str) -> list[float]:
 
 
 def step_before(records: Sequence[Record]) -> int:
-    """The step before the first record: a run logs its first step after a start or resumption, whatever
-    ``metrics.log_freq`` is."""
+    """Return the step before the first record: a run logs its first step after a start or resumption,
+    regardless of ``metrics.log_freq``."""
     steps = [record["step"] for record in records if record.get("step_seconds") is not None]
     return steps[0] - 1 if steps else 0
 
 
 def curve(records: Sequence[Record], key: str, x: str) -> Points:
-    """Points of ``key``, from the records that have it."""
+    """Return the points of ``key``, from the records that have it."""
     points = [
         (place, record[key])
         for place, record in zip(axis(records, x), records, strict=True)
@@ -127,7 +127,7 @@ def panels_with_values(panels: Sequence[Panel], records: Sequence[Record]) -> li
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Average over a window around each value, narrower at the ends, to avoid bias."""
+    """Average over a window around each value; at the ends, the window is narrower to avoid bias."""
     reach = len(values) // _SMOOTHED_OVER // 2
     sums = [0.0]
     for value in values:
@@ -140,7 +140,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Label paths by as many trailing parts as make them unique."""
+    """Label paths by the fewest trailing parts that make them unique."""
     paths = [folder.absolute().parts for folder in folders]
     for count in range(1, max(map(len, paths)) + 1):
         found = [os.path.join(*parts[-count:]) for parts in paths]
@@ -180,7 +180,7 @@ def draw_curve(cell: Any, panel: Panel, places: list[float], values: list[float]
 
 
 def add_tips(cell: Any, places: Sequence[float], values: Sequence[float]) -> None:
-    """Add tooltips for :func:`write_html`, step and value, to at most :data:`_TIPS` points of a curve."""
+    """Add tooltips with step and value for :func:`write_html`, to at most :data:`_TIPS` points of a curve."""
     for index in range(0, len(values), -(-len(values) // _TIPS) or 1):
         tip = f"{_TIP}step {places[index]:g}: {values[index]:.6g}"
         cell.scatter(places[index], values[index], s=80, alpha=0, gid=tip)
@@ -254,7 +254,7 @@ def write_html(
 
 
 def written(output: Path, write: Callable[[], None]) -> int:
-    """Let ``write`` create ``output`` and print its path or the error; return the exit code."""
+    """Let ``write`` create ``output``; print its path or the error, and return the exit code."""
     try:
         write()
     except ToolkitError as error:

@@ -10,7 +10,7 @@ several of these programs can run at once. data.max_inline_gb does not apply.
 By default some blocks of a cache are compared with their hashes, as at the start of a run. --verify compares
 all of them, and damaged caches are reported and rebuilt.
 
-It needs no GPU and no terminal, and can run as a batch job:
+The command needs no GPU and no terminal, and can run as a batch job:
 
     sbatch --cpus-per-task=64 --wrap "llama-toolkit prepare-data FILE"
 
@@ -66,7 +66,7 @@ def check(config: Config) -> None:
 def prepare(config: Config, processes: int, *, verify: bool) -> None:
     """Build the token caches of ``config`` with ``processes`` (0: one per core), and print a line for each.
 
-    ``verify`` checks existing caches completely.
+    With ``verify``, existing caches are checked completely.
     """
     tokenizer = run_tokenizer(config)
     if config.data.streaming:

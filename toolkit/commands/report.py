@@ -3,9 +3,9 @@
     llama-toolkit report outputs
     llama-toolkit report outputs -o report.html
 
-It is built from the files in the run's folder: metrics.jsonl (with metrics.save_for_all_ranks also those of
-the other ranks, which are compared), heartbeat.json and config.toml. The run may still be running. Needs
-matplotlib (extra `plot`).
+The report is built from the files in the run's folder: metrics.jsonl (with metrics.save_for_all_ranks also
+those of the other ranks, which are compared), heartbeat.json and config.toml. The run may still be running.
+Needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def time_figures(plt: Any, records: Sequence[Record]) -> list[Any]:
 
 
 def totals(records: Sequence[Record]) -> dict[str, float]:
-    """Total seconds of the steps, and of everything between them."""
+    """Return the total seconds of the steps, and of everything between them."""
     total, before = {"training": 0.0}, step_before(records)
     for record in records:
         if record.get("step_seconds") is None:
@@ -157,7 +157,7 @@ def rank_figures(plt: Any, ranks: dict[int, list[Record]]) -> list[Any]:
 
 
 def mean(records: Iterable[Record], key: str) -> float:
-    """Mean of ``key`` without the first record, which includes warmup; 0 if it was not logged."""
+    """Return the mean of ``key`` without the first record, which includes warmup; 0 if it was not logged."""
     values = [record[key] for record in records if record.get(key) is not None]
     return fmean(values[1:] or values or [0.0])
 
@@ -190,7 +190,7 @@ def summary_lines(folder: Path, records: Sequence[Record]) -> list[str]:
 
 
 def _of_steps(folder: Path) -> str:
-    """Return " of N", the steps of the run, if its folder has a config that says so."""
+    """Return " of N", with the number of steps of the run, if the config in its folder contains that."""
     with suppress(OSError, ValueError, KeyError):
         text = (folder / "config.toml").read_text(encoding="utf-8")
         return f" of {tomllib.loads(text)['training']['steps']:,}"

@@ -1,4 +1,4 @@
-"""Samples of a run as ``llama-toolkit inspect-data`` shows them: rows of tokens, as text or as a page."""
+"""Samples of a run as ``llama-toolkit inspect-data`` shows them: rows of tokens, as text or as HTML."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 
 
 def samples(config: Config, tokenizer: Tokenizer, n: int, *, validation: bool) -> Iterator[Sample]:
-    """Return the first ``n`` samples of training or validation.
+    """Yield the first ``n`` samples of training or validation.
 
     Raises:
         DataError: a corpus is unusable.

@@ -5,7 +5,7 @@
     NGPU=4 llama-toolkit train mine.toml --training.steps 100
 
 The first word is a TOML file or a preset (`llama-toolkit configs` lists them). Any key can be overridden.
-Environment variables describe the launch, as for run_train.sh: NGPU is the number of ranks (default: one per
+Environment variables describe the launch, as for run_train.sh. NGPU is the number of ranks (default: one per
 GPU, or 2 on a CPU); NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT describe several nodes; LOG_RANK,
 MAX_RESTARTS, SHUTDOWN_TIMEOUT, JOIN_TIMEOUT, NODE_TIMEOUT and LAST_CALL_TIMEOUT are in docs/cluster.md. With
 SAMPLE=TEXT the trained model continues that text. `--comm.mode fake_backend` describes a run of any number of
@@ -27,7 +27,7 @@ _SAMPLE = "It was"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch the run and return its exit code; without a config, that of the debug model."""
+    """Launch the run and return its exit code; without a config, launch the debug model."""
     words = [*argv]
     if {"-h", "--help"} & {*words}:
         print(__doc__)

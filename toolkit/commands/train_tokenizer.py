@@ -31,7 +31,7 @@ from toolkit.models.registry import tiktoken_forms
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
 _LONGEST = 1 << 20
-"""Bytes of the longest line that SentencePiece reads: it leaves longer ones out."""
+"""Bytes of the longest line that SentencePiece reads; it skips longer ones."""
 
 [FORM] = [form for form in tiktoken_forms() if form.trained]
 
@@ -84,8 +84,8 @@ def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
 def json_file(ranks: dict[bytes, int]) -> bytes:
     """Format a ``tokenizer.json`` that encodes as tiktoken does with ``ranks``.
 
-    tiktoken merges any two neighbors whose joined bytes have a rank; so every split of every token is a merge
-    here, in the order of ranks, and a word that is a token is not split.
+    tiktoken merges any two neighbors whose joined bytes have a rank. Therefore every split of every token is
+    a merge here, in the order of ranks, and a word that is a token is not split.
     """
     character = byte_characters()
 
@@ -171,7 +171,7 @@ def _bad_size(size: int, rule: str) -> ConfigError:
 
 
 def run(corpus: Iterable[str], form: str, size: int) -> bytes:
-    """Content of a tokenizer file of ``size`` entries, in one of the formats."""
+    """Return the content of a tokenizer file of ``size`` entries, in one of the formats."""
     if form == "sentencepiece":
         return sentencepiece_file(corpus, size)
     if form == "tiktoken" and not FORM.matches(size - FORM.n_special):

@@ -1,5 +1,5 @@
-"""Parse command-line settings: ``--table.key value``, ``--table.key=value``, ``--table.key`` for true and
-``--table.no-key`` for false; hyphens may replace underscores of tables and keys."""
+"""Parse command-line settings of the form ``--table.key value``, ``--table.key=value``, ``--table.key`` for
+true and ``--table.no-key`` for false; hyphens may replace underscores in names of tables and keys."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Arguments:
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Parse flags; the last one for a key wins. A first word without dashes is ``job.config_file``. Only the
-    names are validated."""
+    """Parse flags; the last one for a key wins. A first argument without dashes is ``job.config_file``. Names
+    are validated, values are not."""
     arguments = Arguments()
     words = list(argv)
     if words and not words[0].startswith("-"):

@@ -1,6 +1,6 @@
 """Import of the module in ``job.custom_import``, with errors that point to the user's code.
 
-The launcher and every rank import it before the configuration is validated. It calls the functions of
+The launcher and every rank import it before the configuration is validated. The module calls the functions of
 ``toolkit/extensions``.
 """
 
@@ -58,7 +58,7 @@ def component_error(config: Config, key: str, name: str, made: Any, rule: str) -
 def user_location(error: BaseException) -> str:
     """Return "file:line: " of the user's code that raised an error, or "" if none was reached.
 
-    If the toolkit raised it, this is the user's call.
+    If toolkit code raised the error, this is the location of the user's call.
     """
     location = ""
     for frame in traceback.extract_tb(error.__traceback__):

@@ -49,8 +49,7 @@ def unknown_key(key: str, value: object, origin: str) -> Problem:
 
 
 def meant_keys(key: str, value: object) -> list[str]:
-    """Return the keys, or the table, that ``key`` probably stands for; none if it exists or is like no
-    other."""
+    """Return the keys, or the table, that ``key`` probably means; none if it exists or resembles no key."""
     table, _, name = key.rpartition(".")
     elsewhere = [other for other in fields_by_key() if other.rpartition(".")[2] == name]
     if find_field(key):

@@ -215,14 +215,14 @@ class Finetune(Table):
 
     @property
     def stores_reference(self) -> bool:
-        """Return whether the reference's log-probabilities are computed before training, because the model
-        without its adapter will not be the reference."""
+        """Return whether the reference's log-probabilities are computed before training. This is necessary if
+        the model without its adapter would not be the reference."""
         return self.refers and (not self.adds or bool(self.trainable or self.adapter_path))
 
     @property
     def extra_forwards(self) -> int:
-        """Return the number of forwards per step without gradients: of the reference and of mismatched
-        answers."""
+        """Return the number of forward passes per step without gradients, for the reference and for
+        mismatched answers."""
         references = 0 if self.stores_reference or not self.refers else 1
         return 2 * references + 1 if self.unpaired else references
 
@@ -243,6 +243,6 @@ class Finetune(Table):
 
     @property
     def chooses(self) -> bool:
-        """Return whether anything other than all parameters of a plain model is trained."""
+        """Return whether the run trains anything other than all parameters of the unmodified model."""
         patterns = bool(self.trainable or self.frozen)
         return self.adds or patterns or self.freeze_first_layers > 0 or self.freeze_last_layers > 0

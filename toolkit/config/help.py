@@ -65,7 +65,7 @@ def _entry(field: Field) -> str:
 
 
 def short_type(annotation: Any) -> str:
-    """Abbreviate a type: ``int``, ``a|b``, ``[str,…]`` for a list."""
+    """Abbreviate a type, as in ``int``, ``a|b`` or ``[str,…]``, a list."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return short_type(arguments[0])

@@ -23,10 +23,10 @@ from toolkit.errors import ConfigError, Problem
 
 
 class InvalidSettings(ConfigError):
-    """Some settings are invalid.
+    """Raised if some settings are invalid.
 
-    ``rest`` is the config of all others, in which reading what they set raises
-    :class:`~toolkit.config.types.UnknownValue`; None if not all of them are known.
+    ``rest`` is a config of the valid settings, in which reading an invalid one raises
+    :class:`~toolkit.config.types.UnknownValue`; None if a file or flag could not be read.
     """
 
     def __init__(self, problems: Sequence[Problem], rest: Config | None):
@@ -68,7 +68,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def _rest(settings: Mapping[str, Setting], problems: Sequence[Problem]) -> Config | None:
-    """Return the config of the settings without problems; None if a file or word could not be read."""
+    """Return the config of the settings without problems; None if a file or argument could not be read."""
     from toolkit.config.did_you_mean import meant_keys
 
     keys = {problem.key for problem in problems}

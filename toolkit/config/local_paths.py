@@ -33,15 +33,15 @@ def expand_user(path: str | os.PathLike[str], *, inside: Path | None = None) -> 
 
 
 def assets_folder(path: str) -> Path:
-    """Return the folder of ``model.hf_assets_path``: that of the included tokenizer for
-    :data:`EMBEDDED_TOKENIZER`, and for the default of torchtitan's configs where there is no such folder."""
+    """Return the folder of ``model.hf_assets_path``. It is the folder of the included tokenizer for
+    :data:`EMBEDDED_TOKENIZER`, and for torchtitan's default path if that does not exist."""
     if path == EMBEDDED_TOKENIZER or (path == _TORCHTITANS_TOKENIZER and not os.path.exists(path)):
         return _TOKENIZER_FOLDER
     return expand_user(path)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading: a FIFO would wait for its writer, and a device may have no end.
+    """Open a regular file for reading; a FIFO would wait for its writer, and a device may have no end.
 
     Raises:
         OSError: It cannot be opened, is not a regular file, or no file can have this name.

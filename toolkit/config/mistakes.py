@@ -61,7 +61,7 @@ def _fix(field: Field, setting: Setting) -> str:
 
 
 def _guess(value: object, annotation: Any) -> object:
-    """Guess what an invalid value, or each item of a list, stands for; returns it unchanged without a
+    """Guess what an invalid value, or each item of a list, stands for; return it unchanged without a
     guess."""
     named = _choices(annotation)
     if isinstance(value, str):

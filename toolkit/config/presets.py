@@ -1,4 +1,4 @@
-"""The configs that ship with the toolkit (``train_configs/``), by name: ``debug_model``,
+"""The configs that ship with the toolkit (``train_configs/``), by name, such as ``debug_model`` or
 ``fine_tune/chat``. Imports no torch."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def names() -> list[str]:
 
 
 def find(path: str, *, inside: str = "") -> str:
-    """Return the file ``path``, relative to the folder ``inside``; if there is none, the preset of that
-    name, with or without ``.toml``; else ``path`` in ``inside``."""
+    """Return ``path`` relative to the folder ``inside`` if that file exists, else the preset of that name,
+    with or without ``.toml``, else ``path`` in ``inside``."""
     file = os.path.join(inside, path)
     if os.path.exists(file):
         return file

@@ -1,4 +1,4 @@
-"""The complete configuration, and the list of its keys from which help, checks and files are derived."""
+"""The complete configuration, and the list of its keys, from which help, checks and files are derived."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "NAME"
 class Config(Table):
     """Every setting of a run. Tables and keys follow torchtitan 0.2; additional ones follow its style.
 
-    Two configs are equal if their values are, wherever the values came from.
+    Two configs are equal if their values are equal, regardless of origin.
     """
 
     job: Job = Job()
@@ -73,7 +73,7 @@ class Config(Table):
         return self.comm.mode == "fake_backend" or self.memory_estimation.enable
 
     def with_origins(self, settings: Mapping[str, Setting]) -> Config:
-        """Return a copy that remembers where its values were set; ``settings`` are by dotted key."""
+        """Return a copy that records the origins of its values; ``settings`` maps dotted keys to settings."""
         copy = self.model_copy()
         copy._origins = {key: setting.origin for key, setting in settings.items()}
         copy._depths = {key: setting.depth for key, setting in settings.items()}
@@ -110,7 +110,7 @@ class Config(Table):
         return True
 
     def present_fields(self) -> Iterator[Field]:
-        """Yield the fields of this config whose values are known: those of :func:`fields`, with the user's
+        """Yield the fields of this config whose values are known, as in :func:`fields` but with the user's
         names instead of NAME."""
         for table, of_table in groupby(fields(), key=lambda field: field.table):
             if table in named_tables():
@@ -125,7 +125,7 @@ class Config(Table):
     def to_toml(self, origins: bool = True) -> str:
         """Return all values, including defaults, as TOML that loads to an equal config.
 
-        Overridden keys are comments, because next to the overriding key they would contradict it.
+        Overridden keys are written as comments, because they would contradict the keys that override them.
         """
         overridden = overridden_keys(self)
         lines: list[str] = []
@@ -232,7 +232,7 @@ def schema_name(key: str) -> str:
 
 
 def find_field(key: str) -> Field | None:
-    """Return the field of a key, including unsupported ones, or None."""
+    """Return the field of ``key``, supported or not, or None."""
     if key in UNSUPPORTED:
         default, reason = UNSUPPORTED[key]
         kind = {list: list[str], type(None): str | None}.get(type(default), type(default))
@@ -305,12 +305,12 @@ SINGLE_CORPUS_KEYS = tuple(
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Return whether a known value is not the default (the config that a run saves contains every key)."""
+    """Return whether the value of a key is known and not the default (a saved config contains every key)."""
     return config.knows(key) and bool(config.value(key) != fields_by_key()[schema_name(key)].default)
 
 
 def overridden_keys(config: Config) -> frozenset[str]:
-    """Return the keys overridden by keys that were set closer to the user; at equal depth they contradict."""
+    """Return the keys overridden by alternatives set at a smaller depth; at equal depth they contradict."""
     pairs = {
         key
         for key, other in ALTERNATIVES.items()
@@ -322,9 +322,9 @@ def overridden_keys(config: Config) -> frozenset[str]:
 
 
 def clear_overridden(config: Config) -> Config:
-    """Return ``config`` without epochs or a warmup ratio that steps override.
+    """Return ``config`` without the epochs or warmup ratio that steps override.
 
-    In the opposite case nothing reads the steps, which are kept to be reported.
+    Overridden steps are kept: nothing reads them, and they are reported.
     """
     for key, other in ALTERNATIVES.items():
         if is_set(config, other) and config.depth(key) < config.depth(other):

@@ -35,7 +35,7 @@ class Layer:
 
 
 def read_files(path: str, *, origin: str = "--job.config_file") -> Layer:
-    """Read ``path``, a file or a preset, and the files that it extends. ``origin`` is where it was given."""
+    """Read ``path``, a file or a preset, and the files that it extends. ``origin`` is that of ``path``."""
     return _read(find(path), Problem("", "", "job.config_file", path, origin), ())
 
 

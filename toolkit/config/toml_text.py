@@ -45,6 +45,6 @@ def _line_of_long_key(text: str) -> int:
 
 
 def _without_content(lexeme: re.Match[str]) -> str:
-    """Replace a string by a word with as many line ends, a comment by nothing."""
+    """Replace a string by a word with the same number of line ends, and a comment by an empty string."""
     text = lexeme[0]
     return "_" + "\n" * text.count("\n") if text[0] in "\"'" else "" if text[0] == "#" else text

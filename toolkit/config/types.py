@@ -1,7 +1,7 @@
 """Building blocks of the schema: the base class of tables, number ranges, and marks on fields.
 
-A mark states when a key, or a value of it, has no effect, so that the preflight can reject or note what would
-otherwise be silently ignored.
+A mark states when a key, or one of its values, has no effect. The preflight then rejects or reports settings
+that would otherwise be silently ignored.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class UnsupportedValues:
 
 @dataclass(frozen=True)
 class LocalPath:
-    """Marks a path of this machine, or of object ``storage``, or the name of a corpus."""
+    """Marks a local path or, with ``storage``, also a URL of object storage; a corpus name is valid too."""
 
     storage: bool | Literal["read"] = False
 
@@ -81,9 +81,9 @@ class LocalPath:
 class OnlyWith:
     """Marks a key or table that is only read if the key ``switch`` has (or contains) one of ``values``.
 
-    Alternatively, if ``switch`` is set to a number larger than ``above``. A switch that starts with a dot is
-    in the same table. Of several such marks, one must hold. A value that is set but not read is noted at
-    start-up; if ``rejected``, because it asks for something, it is an error.
+    Alternatively, it is read if ``switch`` is a number larger than ``above``. A switch that starts with a dot
+    is in the same table. If a key has several such marks, one must hold. A value that is set but not read is
+    reported at startup; with ``rejected``, for keys that request something, it is an error.
     """
 
     switch: str
@@ -104,10 +104,10 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class Needs:
-    """Marks a key that is only read under a condition: ``what`` is a condition that
-    :mod:`toolkit.preflight.rules.options` defines, or another key that must be set.
+    """Marks a key that is only read under the condition ``what``, which is defined in
+    :mod:`toolkit.preflight.rules.options` or is another key that must be set.
 
-    Of several such marks, all must hold. ``rejected`` is as in :class:`OnlyWith`.
+    If a key has several such marks, all must hold. ``rejected`` is as in :class:`OnlyWith`.
     """
 
     what: str
@@ -137,7 +137,7 @@ def allows_none(annotation: object) -> bool:
 
 
 class UnknownValue(Exception):
-    """A value was read that the user set to something invalid."""
+    """Raised on reading a value that the user set to something invalid."""
 
 
 class Table(BaseModel):

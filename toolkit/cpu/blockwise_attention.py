@@ -2,14 +2,14 @@
 attends to.
 
 torch's attention kernel for CPUs is far slower than its matmul (`python -m benchmarks.attention` times both).
-The scores of a block, for as many heads as fit in a cache, are computed, normalized and used before the
-scores of the next block. Masked scores are computed only within a block's own columns. A block's keys begin
-with the first column of its first query's document and window. Short rows share one matmul. Backward saves
-only queries, keys and values, and recomputes the scores, as flash attention does (Dao et al. 2022,
-arXiv:2205.14135). On CPUs with AMX, torch's kernel is faster for the forward of full rows, and is used there.
+The scores of a block, for as many heads as fit in a cache, are computed, normalized and used before those of
+the next block. Masked scores are computed only within a block's own columns. A block's keys begin at the
+first token that its first query attends to, given document and window. Short rows share one matmul. Backward
+saves only queries, keys and values, and recomputes the scores, as flash attention does (Dao et al. 2022,
+arXiv:2205.14135). On CPUs with AMX, torch's kernel is used for the forward of full rows, where it is faster.
 
-Scores and weights are rounded to the dtype of the queries, as in transformers' eager attention. Matmuls
-accumulate in fp32 or fp64, and so does the sum over blocks of the gradients of keys and values.
+Scores and attention weights are rounded to the dtype of the queries, as in transformers' eager attention.
+Matmuls, and the sums of key and value gradients over blocks, accumulate in fp32 or fp64.
 
 An attention sink, one logit per head in the denominator of the softmax (arXiv:2309.17453), is one more column
 of scores, without key and value.
@@ -154,8 +154,8 @@ attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class _Block(NamedTuple):
-    """KV heads of R rows, a range of their queries, and the keys that these attend to. The masks are added to
-    the scores of the last keys and, if any is hidden, of the first keys: −∞ where a query must not see a
+    """Some KV heads of R rows, a range of their queries, and the keys that these attend to. Masks are added
+    to the scores of the last keys and, if any is hidden, of the first keys: −∞ where a query must not see a
     key."""
 
     heads: slice
@@ -213,8 +213,8 @@ def _score_bytes() -> int:
 
 
 def _rows_at_once(q_BQHE: Tensor, k_BSKE: Tensor) -> Iterator[slice]:
-    """Yield slices of rows, as many as have scores for a block of queries and all heads within the limit, at
-    least one."""
+    """Yield slices of rows, each at least one row and as many as keep the scores of a block of queries and
+    all heads within the limit."""
     rows, queries, heads, _ = q_BQHE.shape
     size = heads * min(queries, _QUERY_BYTES // q_BQHE.itemsize) * k_BSKE.shape[1] * q_BQHE.itemsize
     step = max(1, _score_bytes() // size)

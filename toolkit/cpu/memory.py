@@ -9,8 +9,8 @@ _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # constants of glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc keep the memory of freed tensors for later ones: glibc returns large allocations to the
-    system, and each page that is mapped again costs a page fault.
+    """Make malloc keep the memory of freed tensors for reuse: glibc returns large allocations to the system,
+    and mapping a page again costs a page fault.
 
     Returns False and changes nothing if the environment configures malloc (MALLOC_TRIM_THRESHOLD_ and similar
     variables, GLIBC_TUNABLES), or if malloc is not glibc's.

@@ -1,9 +1,9 @@
 """Weight matrices prepacked in the layout of the CPU's matmul kernel, instead of row-major.
 
-oneDNN reorders a bf16 matrix in each call, which for a few input rows costs as much as the matmul. In fp32,
-torch uses another library's matmul, which is slower on some CPUs. With matrices reordered once, a matmul
-takes about half the time in either dtype (benchmarks/LOG.md). The operators are those that torch's compiler
-uses for frozen weights on a CPU.
+oneDNN reorders a bf16 matrix in every call, which takes as long as the matmul if there are few input rows. In
+fp32, torch uses another library's matmul, which is slower on some CPUs. With matrices that are reordered
+once, a matmul takes about half the time in either dtype (benchmarks/LOG.md). The operators are those that
+torch's compiler uses for frozen weights on a CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) on CPUs, one chunk of tokens at a time.
 
-torch has a fused kernel only for CUDA. On a CPU its norm is four operators and its gradient about fifteen,
-each of which reads and writes all tokens in fp32. A chunk stays in a core's cache throughout. For backward,
-the input and one value per token are saved.
+torch has a fused kernel only for CUDA. On a CPU, its norm takes four operators and its gradient about
+fifteen, each of which reads and writes all tokens in fp32. Here a chunk stays in a core's cache throughout.
+For backward, the input and one value per token are saved.
 
 Shapes: T tokens, or heads of tokens, R of them per chunk, D elements each.
 """
@@ -41,8 +41,8 @@ def takes(x: Tensor) -> bool:
 # Custom operators, so that the planner sees a single operator and knows what it saves.
 @torch.library.custom_op("toolkit::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute x / √(mean(x²) + eps) · weight over the last dimension, in at least fp32, returned in the dtype
-    of ``x``; and, for each token, √(Σx² + D·eps), (T, 1)."""
+    """Return two tensors: x / √(mean(x²) + eps) · weight over the last dimension, computed in at least fp32
+    and returned in the dtype of ``x``; and √(Σx² + D·eps) of each token, (T, 1)."""
     out, norm_T1 = _like(x), _norms(x)
     precise_D = weight_D.to(norm_T1.dtype)
     for x_RD, out_RD, norm_R1 in _pieces(x, out, norm_T1):

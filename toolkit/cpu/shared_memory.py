@@ -2,12 +2,12 @@
 sockets.
 
 An all-gather uses one region: each rank copies its shards into it and reads all shards. A reduce-scatter uses
-a region with a part for each rank: each rank writes its gradients into its own part, and sums its shard over
-all parts, in rank order. A small all-reduce, the barrier, confirms that all ranks have written.
+a region with one part per rank: each rank writes its gradients into its part, and sums its shard over all
+parts, in rank order. A small all-reduce, the barrier, confirms that all ranks have written.
 
-Regions are reused. A region is free if, at a barrier, no rank still has a tensor in it. All ranks therefore
-agree on which regions are free and take the same one next. If torch prefetches parameters, the barrier of
-their all-gather continues while the previous unit is computed.
+Regions are reused. A region is free if, at a barrier, no rank still has a tensor in it, so all ranks agree on
+the free regions and take the same one next. If torch prefetches parameters, the barrier of their all-gather
+continues while the previous unit is computed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SharedMemory:
         """The region of the last allocation."""
 
     def allocate(self, count: int, dtype: torch.dtype, *, parts: int = 1) -> Tensor:
-        """Allocate a tensor (count,) in a free region; if it has several ``parts``, in this rank's part."""
+        """Allocate a tensor (count,) in a free region, in this rank's part if there are several ``parts``."""
         size = _whole_pages(count * dtype.itemsize)
         region = self._take(size * parts)
         start = size * self.rank if parts > 1 else 0
@@ -115,8 +115,8 @@ class SharedMemory:
         return torch.frombuffer(self.last.memory, dtype=dtype, count=count, offset=start)
 
     def shards(self, written: Tensor, operation: str) -> list[Tensor]:
-        """Return this rank's shard of what each rank has ``written`` into the last allocation, which becomes
-        free at the next barrier."""
+        """Return this rank's shard of the tensors that the ranks have ``written`` into the last allocation,
+        which becomes free at the next barrier."""
         self.meet(operation, written.nbytes).wait()
         count = written.numel() // self.size
         # torch keeps its input until the next reduction; after the next barrier no rank reads it.
@@ -238,8 +238,8 @@ class Reduce:
 
 
 def share_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup) -> SharedMemory | None:
-    """Make FSDP ``units``, all of ``group``, communicate through shared memory, which is returned, if its
-    ranks can access it."""
+    """Make the FSDP ``units`` of ``group`` communicate through shared memory, which is returned, if its ranks
+    can access it."""
     try:
         memory = SharedMemory(group)
     except NotShared:

@@ -21,8 +21,8 @@ _MANY = 1 << 20
 def takes(q_B1HE: Tensor, k_B1KE: Tensor, columns: int) -> bool:
     """Return whether attention of one token to ``columns`` keys is computed as two plain matmuls.
 
-    They are up to five times as fast as torch's kernel for bfloat16 on CPUs; with AMX, only for many columns
-    and heads that share keys (benchmarks/LOG.md).
+    The matmuls are up to five times as fast as torch's kernel for bfloat16 on CPUs; with AMX, only for many
+    columns and heads that share keys (benchmarks/LOG.md).
     """
     if q_B1HE.is_cuda or q_B1HE.dtype != torch.bfloat16 or not cpu.is_enabled():
         return False

@@ -1,1 +1,1 @@
-"""Text in, batches out: tokenizers, corpora, token caches, sample order, packing and the loader."""
+"""Conversion of text to batches: tokenizers, corpora, token caches, sample order, packing and the loader."""

@@ -9,7 +9,8 @@ from toolkit.errors import divisors
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Samples per step: ``total`` samples in ``accumulation`` micro-batches of ``local`` on each rank."""
+    """Sizes in samples: ``total`` per step and ``local`` per micro-batch, ``accumulation`` of them per
+    rank."""
 
     total: int
     local: int
@@ -19,9 +20,9 @@ class BatchShape:
 def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> BatchShape | None:
     """Divide a global batch over ``dp`` ranks; return None if it is not divisible.
 
-    A ``global_batch_size`` of −1 means one micro-batch per rank. ``local_batch_size`` is what fits on a
-    device, so it is an upper bound: the micro-batch is the largest divisor of a rank's samples up to that
-    bound. One TOML therefore gives the same run on more ranks than it was written for.
+    A ``global_batch_size`` of −1 means one micro-batch per rank. ``local_batch_size`` is the number of
+    samples that fit on a device, and therefore an upper bound: the micro-batch is the largest divisor of a
+    rank's samples up to that bound. The same TOML therefore gives the same run on more ranks than intended.
     """
     if global_batch_size == -1:
         return BatchShape(local_batch_size * dp, local_batch_size, 1)

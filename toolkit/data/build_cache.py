@@ -1,4 +1,4 @@
-"""Build a token cache, which becomes visible only when it is committed.
+"""Build a token cache, which is invisible until it is committed.
 
 Imported only for a corpus that has not been tokenized before.
 """
@@ -110,7 +110,7 @@ class Building(Protocol):
 
 @contextlib.contextmanager
 def _building(folder: Path) -> Iterator[Building]:
-    """Begin the cache of ``folder``; whatever is not committed is removed."""
+    """Create the files for the cache of ``folder``; they are removed unless they are committed."""
     if not isinstance(folder, Path):
         from toolkit.data.remote_cache import RemoteBuilding
 
@@ -163,7 +163,7 @@ def _process_count(source: Corpus) -> int:
 
 
 def _about(source: Corpus, *, labeled: bool) -> dict[str, Any]:
-    """Return facts about the source for meta.json; they may differ between corpora with equal content."""
+    """Return facts about the source for meta.json; they may differ between corpora of equal content."""
     about: dict[str, Any] = {"corpus": source.name}
     if source.shape is None or source.shape.format == CLASSIFICATION:
         return about
@@ -174,7 +174,7 @@ def _about(source: Corpus, *, labeled: bool) -> dict[str, Any]:
 def _write(
     chunks: Iterator[Encoded], place: Building, bar: TokenizeBar, extra: Sequence[str]
 ) -> tuple[int, int, dict[str, list[str]], Counter[str]]:
-    """Write chunks as they arrive, with files for ``extra`` data and for weights, if there are any.
+    """Write chunks as they arrive, with files for ``extra`` data and, if there are any, for weights.
 
     Returns the numbers of tokens and documents, the hashes of the files, and the remarks.
     """

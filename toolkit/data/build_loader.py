@@ -39,10 +39,11 @@ def build_loader(
 ) -> Loader:
     """Build the loader of rank ``dp_rank`` of ``dp_size`` over one corpus or the parts of a mixture.
 
-    With the training table it is infinite, and each epoch has its own order. With the validation table it
-    yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding is 0 (it is
-    neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored without
-    workers, as in torchtitan. ``interleaved`` and ``numbered``: see :mod:`toolkit.data.dataloader`.
+    With the training table, the loader is infinite, and each epoch has its own order. With the validation
+    table, it yields the corpus, or its first ``samples``, once and in order. If ``pad_id`` is None, padding
+    is 0 (it is neither attended to nor predicted). ``persistent_workers`` and ``prefetch_factor`` are ignored
+    without workers, as in torchtitan. For ``interleaved`` and ``numbered``, see
+    :mod:`toolkit.data.dataloader`.
 
     Raises:
         DataError: A corpus is shorter than one sample.

@@ -32,7 +32,7 @@ CORE_BYTES_PER_SECOND = 12e6  # benchmarks/results/tokenize_corpus.md, with tikt
 
 
 def too_large(n_bytes: float, max_bytes: float, flags: str = "--job.config_file FILE …") -> Problem | None:
-    """Return a problem if the text exceeds ``max_bytes``, the limit for tokenization by a run, else None."""
+    """Return a problem if the text exceeds ``max_bytes``, the most that a run tokenizes itself, else None."""
     if n_bytes <= max_bytes:
         return None
     minutes = n_bytes / CORE_BYTES_PER_SECOND / cores() / 60
@@ -58,7 +58,7 @@ def stamps(source: Corpus) -> list[tuple[int, ...]]:
 
 
 def unread(source: Corpus, root: Path) -> list[Path]:
-    """Return the files whose contents are unknown, judging by their stamps."""
+    """Return the files whose contents are unknown because their stamps have changed."""
     return _changed(source, _known(_record(source, root)), stamps(source))
 
 

@@ -1,11 +1,11 @@
 """Rows of constant length from conversations, which are never split across rows.
 
-A conversation of n tokens takes n − 1 positions: its last token is only predicted. A conversation that takes
-more positions than a row is truncated. With packing, conversations are assigned to rows by best fit
-decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): the longest first, each into the row where
-it leaves the least room. The assignment depends only on the lengths; rows are numbered by their first
-conversation and so keep the order of the files. With padding, each conversation has its own row. The chosen
-and the rejected answer of a pair stay together, in this order.
+A conversation of n tokens occupies n − 1 positions, because its last token is only predicted. A conversation
+that needs more positions than a row has is truncated. With packing, conversations are assigned to rows by
+best fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): the longest first, each into the
+row where it leaves the least room. The assignment depends only on the lengths. Rows are numbered by their
+first conversation, which keeps the order of the files. Without packing, each conversation has its own, padded
+row. The chosen and the rejected answer of a pair share a row, in this order.
 
 With a document mask each conversation is a document with its own positions, so its logits are the same as
 without packing.

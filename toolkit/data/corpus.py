@@ -79,5 +79,5 @@ class Corpus:
                 yield from text_files.read_chunks(path, size)
 
     def fetch(self, cache_folder: Path, *, progress: bool, max_bytes: float, again: bool) -> Corpus:
-        """Return the corpus with its files on this machine; here, it is already local."""
+        """Return the corpus with its files on this machine; the files of this class are already local."""
         return self

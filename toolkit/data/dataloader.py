@@ -1,9 +1,10 @@
 """Batches for one rank: a pure function of the number of samples that the run has consumed.
 
-Global batch g after a start at sample s contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel
-rank r of R takes the r-th of R equal shards, ``local_batch_size`` at a time; or, if ``interleaved``, every
-R-th micro-batch from the r-th on. The samples do not depend on workers, prefetch depth or number of ranks, so
-the loader's state is one counter (and a description of what it counts, to reject another corpus or mixture).
+For a start at sample s, global batch g contains samples [s + g·G, s + (g+1)·G) of the run. Data-parallel rank
+r of R takes the r-th of R equal shards, ``local_batch_size`` samples at a time; if ``interleaved``, it takes
+every R-th micro-batch, starting with the r-th. The samples do not depend on workers, prefetch depth or number
+of ranks. The loader's state is therefore one counter, with a description of the samples, which detects
+another corpus or mixture.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class MicroBatchDataset(Dataset[Batch]):
     """Rows, collated one micro-batch at a time (torch's default collation would copy each row once more).
 
     The rows of several corpora are concatenated in the order of ``corpora``, sorted by name. If one corpus
-    has weights, the weights of the others are 1. With ``numbered``, rows have the numbers of their
-    conversations among those of all corpora, the first of which has this number, by document (seq_len,).
+    has weights, the weights of the others are 1. With ``numbered``, rows also have the numbers of their
+    conversations, by document (seq_len,), counted over all corpora from this number on.
     """
 
     def __init__(self, corpora: Mapping[str, TokenCache], *, numbered: int | None = None, **options: Any):
@@ -150,8 +151,8 @@ class Loader:
     (float32), each (B, S).
 
     positions and documents are None without a document mask; weights are absent if no corpus has any. An
-    infinite loader resumes from its state. A finite one restarts with each ``iter``, yields each sample once,
-    and pads the last global batch with rows without labels, so that all ranks have the same number of
+    infinite loader resumes from its state. A finite loader restarts with each ``iter``, yields each sample
+    once, and pads the last global batch with rows without labels, so that all ranks have the same number of
     micro-batches.
     """
 
@@ -232,7 +233,7 @@ class Loader:
             )
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the number of consumed (not prefetched) samples and a description that identifies them."""
+        """Return the number of consumed, not prefetched, samples and a description that identifies them."""
         return {"samples": self.samples, **self._counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class SourceError(DataError):
 
 
 class RowShape(Protocol):
-    """Format of rows that are more than plain text."""
+    """Format of rows other than plain text."""
 
     @property
     def format(self) -> str: ...

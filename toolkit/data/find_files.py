@@ -120,7 +120,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield a folder and its subfolders with their file names, each once even if several links lead to it.
+    """Yield a folder and its subfolders with their file names, each once even if several links point to it.
 
     Raises:
         SourceError: There are so many that ``item`` is probably a mistake, or a folder cannot be read.
@@ -150,7 +150,7 @@ def _folders(top: str | Path, item: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _matches(pattern: str, item: str) -> Iterator[str]:
-    """Yield the paths that match a glob; Python's glob follows a link cycle about forty times."""
+    """Yield the paths that match a glob, without Python's repeated descent into link cycles."""
     head, recursive, tail = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern).partition("**/")
     if not recursive or (head and not head.endswith("/")):
         yield from glob.iglob(pattern)

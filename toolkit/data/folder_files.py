@@ -1,6 +1,6 @@
-"""Choose a folder's text files: those of one split, if names indicate splits as in a cloned dataset.
+"""Choose a folder's text files: those of one split, if their names indicate splits, as in a cloned dataset.
 
-Splits are detected as Hugging Face's ``datasets`` does for a dataset that does not list its files: by shards
+Splits are detected as in Hugging Face's ``datasets``, for a dataset that does not list its files: by shards
 (``data/train-00000-of-00002.parquet``), else by a word in folder names (``train/a.jsonl``), else by a word in
 file names (``my_test-1.parquet``). If some files have such a word, files without one belong to no split.
 Names are relative to the folder."""

@@ -1,13 +1,12 @@
 """Hugging Face datasets: folders of ``save_to_disk``, and datasets of the Hub. Needs the extra ``hf``.
 
-Both are lists of Arrow files. A folder of ``save_to_disk`` is read without the package ``datasets``. A
-dataset of the Hub is downloaded once, by one process, with that package and into its cache:
+Both kinds of dataset are lists of Arrow files. A folder of ``save_to_disk`` is read without the package
+``datasets``. That package downloads a dataset of the Hub once, in one process, to its cache:
 
     <cache folder>/hub/<request>.json    the downloaded files, and the fingerprint of the revision
 
-From then on this record represents the dataset: later starts need neither the network nor the package, nor
-the files once the tokens are built. To query the Hub again, remove the record. Code of a dataset is never
-executed.
+This record then represents the dataset. Later starts need neither the network nor the package, and no files
+once the tokens are built. To query the Hub again, remove the record. Code of a dataset is never executed.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def hub_dataset(
 
 @dataclass(frozen=True)
 class HubSource(Corpus):
-    """A dataset of the Hub. It has no files until it is fetched."""
+    """A dataset of the Hub. The dataset has no files until it is fetched."""
 
     subset: str | None = None
     split: str = "train"

@@ -1,7 +1,7 @@
 """Rows of a JSON file that consists of one array, in blocks of the file's bytes.
 
-The comma between two rows becomes :data:`BETWEEN`, the brackets around the array become spaces, and every
-other byte is unchanged, so that lines and offsets are those of the file. Memory use is one block and one row.
+The comma between two rows becomes :data:`BETWEEN`, and the brackets around the array become spaces. Every
+other byte is unchanged, so lines and offsets are those of the file. Memory use is one block plus one row.
 Rows are only delimited here; the reader of a row parses it and reports invalid JSON.
 """
 
@@ -35,8 +35,8 @@ def begins_array(head: bytes) -> bool:
 
 
 def array_blocks(path: Path, stream: BinaryIO, head: bytes, size: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield blocks of rows of the array that starts with ``head`` and continues in ``stream``, each with
-    True.
+    """Yield (block, True) for each block of rows of the array that starts with ``head`` and continues in
+    ``stream``.
 
     Blocks have ``size`` bytes or slightly more; all but the last end with :data:`BETWEEN`. A row of invalid
     JSON includes everything read after it, and is the last.

@@ -93,7 +93,7 @@ class LabeledTextEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything besides text and tokenizer that ids and classes depend on."""
+        """Everything that determines ids and classes, except text and tokenizer."""
         shape = self.shape
         return [VERSION, shape.format, shape.text_column, shape.label_column, list(shape.names)]
 

@@ -7,13 +7,13 @@ samples, its quota: the weight's share of BLOCK, rounded by largest remainder. W
     the quotas are consecutive ranges of [0, BLOCK): the range of a position's image determines its part;
     the r-th of the block's positions that draw part i, in order of position, gets draw b·quota_i + r of i.
 
-So each part's draws are 0, 1, 2, … in the order of the run. Draw j of a part is sample j of a run over that
-part alone (``sampler.corpus_indices``), additionally keyed by the part's name, so that two corpora of the
-same length have different permutations. Each part has its own epochs.
+Therefore the draws of each part are 0, 1, 2, … in the order of the run. Draw j of a part is sample j of a run
+over that part alone (``sampler.corpus_indices``), additionally keyed by the part's name, so that two corpora
+of the same length have different permutations. Each part has its own epochs.
 
-A sample depends on the seed, on the names, weights and lengths of the parts, and on its number, but not on
-the order of the parts, ranks or batches. It costs O(1) given the table of its block, of which the last few
-are cached, and the keys of each part's epoch.
+A sample depends on its number, on the seed, and on the names, weights and lengths of the parts, but not on
+the order of the parts, ranks or batches. Computing a sample takes O(1) time, given the keys of each part's
+epoch and the table of its block; the last few tables are cached.
 
 Without shuffling, each part yields its samples in file order; the parts are interleaved as above.
 """
@@ -55,7 +55,7 @@ def quotas(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 class MixtureOrder:
-    """Order of a mixture's samples. Indices of a part start after the indices of preceding parts."""
+    """Order of a mixture's samples. The indices of a part follow those of the preceding parts."""
 
     def __init__(self, weights: Mapping[str, float], lengths: Sequence[int], *, seed: int, shuffle: bool):
         """``lengths`` are numbers of samples; parts are in ascending order of name."""
@@ -100,7 +100,7 @@ def percent(quota: int) -> str:
 
 
 def identity(counts: Mapping[str, int]) -> dict[str, str]:
-    """Describe the order of a mixture with these quotas, without the corpora, for comparison."""
+    """Describe the order of a mixture with these quotas for comparison, without its corpora."""
     about = {f"{name}.share": percent(counts[name]) for name in sorted(counts)}
     return {"corpus": f"mixture of {', '.join(sorted(counts))}"} | about
 

@@ -1,10 +1,10 @@
 """Rows of constant length from a tokenized corpus.
 
 Packed: documents are concatenated in corpus order and split every ``seq_len`` tokens. Row k reads the
-``seq_len + 1`` tokens from k·seq_len, so every token is predicted exactly once per epoch, except the very
-first and a tail shorter than a row. The documents that share a row are the same in every epoch; only the
-order of rows changes. (Shuffling documents first would need a table as long as the corpus for each epoch, and
-the document mask hides a document's neighbors from the model anyway.)
+``seq_len + 1`` tokens from k·seq_len on, so every token is predicted exactly once per epoch, except the first
+one and a tail shorter than a row. The same documents share a row in every epoch; only the order of rows
+changes. (Shuffling documents first would need a table as long as the corpus for each epoch, and the document
+mask hides a document's neighbors from the model anyway.)
 
 Padded: one document per row, truncated to ``seq_len`` tokens or padded.
 

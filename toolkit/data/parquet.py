@@ -1,8 +1,8 @@
 """Parquet files, and the Arrow files of Hugging Face datasets, as a stream of bounded chunks.
 
-Only the needed columns are read. A Parquet file is decoded a few thousand rows at a time, fewer if documents
-are long; an Arrow file, in the batches in which it was written. Chunks of about 1 MiB are yielded. Needs the
-extra ``hf``, and is imported only for such files.
+Only the needed columns are read. A Parquet file is decoded a few thousand rows at a time, or fewer if
+documents are long; an Arrow file in the batches in which it was written. Chunks of about 1 MiB are yielded.
+Needs the extra ``hf``, and is imported only for such files.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _cuts(rows: pa.RecordBatch, size: int) -> list[int]:
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
-    """Convert a value to its form in JSON lines: a map becomes an object, a JSON text its value."""
+    """Convert a value to its form in JSON lines: a map becomes an object, and a JSON text its value."""
     if value is None or isinstance(value, str) and pa.types.is_string(kind):
         return value
     if pa.types.is_struct(kind):

@@ -1,10 +1,10 @@
 """Rows of preferences, for KTO and for reward models; other objectives read pairs as conversations.
 
 KTO estimates how far the model has moved from its reference on answers to other prompts. The mismatched
-answer of a prompt is the answer of the conversation before it in the corpus (of the first: the last), or of
-the pair before it, if both answers of a pair are in use. It does not depend on the batch: this is trl's
-rotation, over the corpus instead of the micro-batch. The document of a prompt with the other answer has the
-same number in its row as the prompt with its own.
+answer for a prompt is that of the preceding conversation in the corpus (for the first: of the last) or, if
+both answers of a pair are in use, of the preceding pair. The mismatched answer does not depend on the batch:
+this is trl's rotation, applied to the corpus instead of the micro-batch. In a row, the document of a prompt
+with its mismatched answer has the same number as that of the prompt with its own answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISMATCHED = "mismatched_"
 
 
 class UnpairedRows(ConversationRows):
-    """Rows of whole conversations with, of each document, whether its answer is ``desirable`` (seq_len,)."""
+    """Rows of whole conversations; ``desirable`` (seq_len,) is the label of the answer in each document."""
 
     def _rooms(self, corpus: TokenCache, kept: np.ndarray, places: np.ndarray) -> np.ndarray:
         assert corpus.conversations is not None and corpus.labels is not None
@@ -67,8 +67,8 @@ class UnpairedRows(ConversationRows):
 
 
 class ScoredRows(ConversationRows):
-    """Rows of pairs for a reward model: the last token of each answer is an input and has the label 0, the
-    only score, and other tokens have none; with the ``margin`` of each document (seq_len,)."""
+    """Rows of pairs for a reward model. The last token of each answer is an input with the label 0, the only
+    score; other tokens have no label. ``margin`` (seq_len,) is that of each document."""
 
     predicted = 0
 

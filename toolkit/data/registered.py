@@ -76,8 +76,8 @@ def _documents(given: Any) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class RegisteredCorpus(Corpus):
-    """A corpus registered by :func:`toolkit.extensions.register_dataset`. Its file is the module that
-    generates the documents."""
+    """A corpus registered by :func:`toolkit.extensions.register_dataset`. The corpus's file is the module
+    that generates the documents."""
 
     def chunks(self, size: int = 0) -> Iterator[RegisteredChunk]:
         """Yield the documents in chunks. Raises DataError if generation fails or yields no documents."""

@@ -4,10 +4,10 @@
     <local cache>/remote/<key>/offsets.bin    copies of the small files, verified by their hashes
                               /conversations.bin, labels.bin
 
-A run requests the tokens of a sample when it needs them and does not store them, so neither memory nor disk
-use grows with the number of tokens. The starts of documents are needed for every sample and are therefore
-copied, 8 bytes per document. A key identifies the content, and each file becomes visible only when it is
-complete, so concurrent builds write the same bytes. Imports no torch.
+A run requests the tokens of a sample when it needs them and does not store them, so its memory and disk use
+do not grow with the number of tokens. The starts of documents are needed for every sample and are therefore
+copied to this machine, 8 bytes per document. A key identifies the content, and each file becomes visible only
+when complete, so concurrent builds of a key write the same bytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class RemoteArray:
 def remote_array(path: Path, dtype: DTypeLike, n: int, hashes: Sequence[str]) -> np.ndarray:
     """Open an array of length ``n`` in a cache file.
 
-    Large files are read in byte ranges, by an object that supports slices like an array. Others are copied to
-    this machine and memory-mapped.
+    Large files are read in byte ranges, by an object that supports slices like an array. Small files are
+    copied to this machine and memory-mapped.
 
     Raises:
         DataError: The store does not answer, the hashes differ, or the copy cannot be written.

@@ -2,8 +2,8 @@
 
 Swap-or-not (Hoang, Morris and Rogaway, "An enciphering scheme based on a card shuffle", CRYPTO 2012): in each
 round r every index x has the partner (K_r − x) mod n, and a keyed coin of the pair decides whether the two
-are swapped. It is exact for every n, needs O(1) memory and, unlike a Feistel network, no cycle walking. The
-probability that an index never moves is 2**−ROUNDS.
+are swapped. The permutation is exact for every n, needs O(1) memory and, unlike a Feistel network, no cycle
+walking. The probability that an index never moves is 2**−ROUNDS.
 
 The round keys are bytes of SHAKE-256, and the coin is the finalizer of SplitMix64. All arithmetic is integer,
 so the order is the same on every platform and in every version of Python and NumPy.

@@ -40,8 +40,8 @@ def open_corpus(
     ``path`` is a file, a folder (searched recursively, or written by ``save_to_disk``), a glob, or a
     comma-separated list of these. ``name`` is an embedded corpus, or a dataset of the Hugging Face Hub with
     its owner. ``subset`` and ``split`` select from a dataset of the Hub; ``split`` also selects from a folder
-    with several splits. This takes milliseconds and no network access. Columns are checked in the first row,
-    or in the schema of the first file that has one.
+    with several splits. Finding a corpus takes milliseconds and does not access the network. Columns are
+    checked in the first row, or in the schema of the first file that has one.
 
     Raises:
         SourceError: The name is unknown, or the path, text files, a column or a package is missing.

@@ -1,10 +1,10 @@
 """Text tokenized during training, from local files or object storage, without disk use.
 
-The files are distributed over V shards, in another order in each epoch, and a shard packs the text of its
+In each epoch, the files are distributed over V shards in another order, and each shard packs the text of its
 files into rows. Sample k of the run is row k // V of shard k mod V, regardless of ranks and workers. V is the
-largest divisor of the global batch up to the number of files. A rank reads the shards of its rows; if several
-ranks have rows of one shard, each reads it. The position of a shard is the start of its next row: an epoch, a
-file, a chunk of the file and a token of the chunk.
+largest divisor of the global batch up to the number of files. A rank reads the shards that contain its rows;
+ranks whose rows are in the same shard each read it. The position of a shard is the start of its next row:
+epoch, file, chunk of the file, and token of the chunk.
 
 Memory use is two chunks of 128 KiB of text per shard. Resuming reads the current file of each shard up to the
 current chunk, and tokenizes that chunk.
@@ -45,7 +45,7 @@ READERS = 16
 
 
 class ShardPosition(NamedTuple):
-    """Start of a row: ``token`` within a chunk of the shard's ``file``-th file in an epoch."""
+    """The start of a row, which is ``token`` in a chunk of the shard's ``file``-th file in an epoch."""
 
     epoch: int = 0
     file: int = 0
@@ -218,7 +218,7 @@ class StreamedLoader(Loader):
 
     @property
     def epoch_samples(self) -> int:
-        """A number larger than any run, because the samples of streamed text are not counted."""
+        """A number larger than any run needs, because the samples of streamed text are not counted."""
         return 1 << 62
 
     def _note(self) -> None:
@@ -236,7 +236,7 @@ class StreamedLoader(Loader):
         return self._start + self._taken // micro_batches * self._batch.total
 
     def conversations(self) -> Iterator[str]:
-        """Return nothing: plain text has no conversation statistics."""
+        """Return an empty iterator: plain text has no conversation statistics."""
         return iter(())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -342,7 +342,7 @@ def streamed_loader(
 
 
 def _fingerprint(corpus: Corpus, tokenizer: str) -> str:
-    """Identify the files by names and sizes, regardless of their folder, and how they are read."""
+    """Return a fingerprint of the files' names and sizes, not of their folder, and of how they are read."""
     names: list[Any] = [
         str(file) if "@" in str(file) else (file.name, file.stat().st_size) for file in corpus.files
     ]

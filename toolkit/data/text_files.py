@@ -4,7 +4,7 @@ A ``.txt`` file is one document. A ``.jsonl`` (or ``.json``) file has one JSON o
 document in its columns, or is one array of such objects (:mod:`toolkit.data.json_arrays`). Both kinds may be
 compressed (``.txt.gz``, ``.jsonl.zst``).
 
-A chunk is about 1 MiB of a file: whole JSON rows, or a segment of a text file
+A chunk is about 1 MiB of a file: whole JSON rows or a segment of a text file
 (:mod:`toolkit.data.text_segments`).
 """
 
@@ -40,7 +40,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 class Chunk(Protocol):
     """About 1 MiB of a file, which any process can convert to texts.
 
-    ``opens`` and ``closes`` tell whether its first text starts and its last text ends a document.
+    ``opens`` means that the chunk's first text starts a document; ``closes``, that its last text ends one.
     ``n_file_bytes`` is the number of bytes that it covers in the file on disk. ``unit`` is the unit in which
     its rows are counted.
     """

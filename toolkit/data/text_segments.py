@@ -1,8 +1,9 @@
 """Segments of a text file that is too long to be tokenized at once.
 
 The boundaries depend only on the file's bytes, not on the number of processes. A segment ends after at least
-1 MiB, before the first line that does not start with whitespace, where a byte-pair tokenizer gives the same
-ids as for the whole text; or before a space, if no such line follows within another 1 MiB.
+1 MiB, before the first line that does not start with whitespace. At such a line, a byte-pair tokenizer
+returns the same ids as for the whole text. If none follows within another 1 MiB, the segment ends before a
+space.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import BinaryIO
 
 
 def text_segments(stream: BinaryIO, at_least: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield (segment, whether it is the last one) of a text file; all but the last have ``at_least`` that
-    many bytes."""
+    """Yield (segment, whether it is the last one) of a text file; all but the last have at least ``at_least``
+    bytes."""
     carry = b""
     while data := carry + stream.read(at_least - len(carry)):
         parts, budget = [data], at_least

@@ -13,15 +13,15 @@
     <cache folder>/hashes/                    content hashes, so that a second start reads no text
     <cache folder>/hub/                       records of downloaded datasets of the Hugging Face Hub
 
-If the cache folder is a URL, everything except tokens/<key>/ is on this machine (``local_cache``); see
+If the cache folder is a URL, everything except tokens/<key>/ is local (``local_cache``); see
 :mod:`toolkit.data.remote_cache`.
 
 The key is the SHA-256 of the files' contents in order (for a dataset of the Hub, of its revision), the
 tokenizer's fingerprint, the text column (for conversations, their shape, chat format and the choice of tokens
-in the loss) and ``FORMAT``. A folder under its final name is complete, because it gets that name by one
-atomic rename after fsync. The kernel releases the lock of a process that dies; the next process that takes
-the lock owns the ``.building`` folder and removes it. A build also removes such folders of other corpora that
-nobody is building.
+in the loss) and ``FORMAT``. A folder with its final name is complete, because it gets that name by one atomic
+rename after fsync. The kernel releases the lock of a process that dies; the next process that takes the lock
+owns the ``.building`` folder and removes it. A build also removes the folders of other corpora that no
+process is building.
 
 Opening a cache compares some blocks of its files with their hashes (all blocks of a small cache); a damaged
 cache is rebuilt. The loader rejects ids outside the tokenizer's vocabulary.

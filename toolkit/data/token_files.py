@@ -27,10 +27,10 @@ class TokenCache:
     Conversations also have ``mask`` (n_tokens,) uint8, 1 for tokens in the loss; ``weights`` (n_tokens,)
     float32 of these tokens, if any is not 1; ``conversations`` (n_documents, 4) int64, see
     :mod:`toolkit.data.chat.empty_masks`; and ``files``, the paths at the time of tokenization. If ``paired``,
-    each even-numbered conversation is chosen over the next one. Labeled texts have ``labels`` (n_documents,)
-    int32, and so have unpaired preferences: 1 for desirable answers. Pairs for a reward model have
-    ``margins`` (n_documents,) float32. ``remarks`` maps notes for the user to numbers of documents. Pickled
-    as the folder's path."""
+    each even-numbered conversation is chosen over the next one. Labeled texts, and unpaired preferences, have
+    ``labels`` (n_documents,) int32; 1 means a desirable answer. Pairs for a reward model have ``margins``
+    (n_documents,) float32. ``remarks`` maps notes for the user to numbers of documents. A cache is pickled as
+    the path of its folder."""
 
     folder: Path
     fingerprint: str

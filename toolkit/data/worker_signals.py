@@ -1,7 +1,7 @@
 """Signal handling of processes that read or tokenize for a run. Imports no torch.
 
-A scheduler sends the stop signal to all processes of a run. Data workers must survive it, because the current
-step still needs them, and so does the step in which the ranks agree to stop.
+A scheduler sends the stop signal to all processes of a run. Data workers must survive it, because they are
+needed to finish the current step and the one in which the ranks agree to stop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def leave_to_parent() -> None:
 
 
 def outlive_the_scheduler(parent: int, worker: int) -> None:
-    """Call :func:`leave_to_parent` in a torch worker, which still exits on SIGTERM from ``parent``."""
+    """Call :func:`leave_to_parent` in a torch worker, which continues to exit on SIGTERM from ``parent``."""
     leave_to_parent()
     if sys.platform == "darwin":  # it does not report the sender of a signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,10 +1,10 @@
-"""torch's functional collectives, which torch.compile can trace, and the only place where this toolkit waits.
+"""torch's functional collectives, which torch.compile can trace, and the functions that wait for them.
 
-The host blocks in :func:`wait` and :func:`wait_for_work`; with gloo, until the other ranks arrive. The time
-is added to :data:`waited`, which distinguishes a slow rank from the ranks that wait for it. After
+Only :func:`wait` and :func:`wait_for_work` block the host; with gloo, until the other ranks arrive. The time
+is added to :data:`waited`, which distinguishes slow ranks from those that wait for them. After
 :func:`set_transfer_timeout`, torch's own waits (FSDP's collectives, sends and receives of pipeline schedules)
-also go through :func:`wait_for_work`. Two kinds of wait are not counted: the reductions over tp of norm
-gradients, which FSDP redistributes as DTensors, and collectives in compiled regions.
+also call :func:`wait_for_work`. Two kinds of wait are not counted: the reductions over tp of norm gradients,
+which FSDP redistributes as DTensors, and collectives in compiled regions.
 
 Groups are passed by name, because torch.compile guards on the identity of a process group.
 """
@@ -72,7 +72,7 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Start to exchange rows of ``x``: ``sent`` to and ``received`` from each rank. Pass the result to
+    """Start an exchange of rows of ``x``, ``sent`` to and ``received`` from each rank. Pass the result to
     :func:`wait`."""
     return functional_collectives.all_to_all_single(x, received, sent, group)
 
@@ -86,8 +86,7 @@ def wait_for_work(work: dist.Work, *timeout: timedelta) -> bool:
 
 
 def set_transfer_timeout(timeout: timedelta) -> None:
-    """Set the timeout of sends and receives; under gloo they otherwise keep the timeout of the group's
-    creation.
+    """Set the timeout of sends and receives, which under gloo otherwise keep that of the group's creation.
 
     NCCL does not need it: its watchdog ends transfers in time, and waiting with a timeout would block the
     host.

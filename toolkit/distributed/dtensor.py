@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Fillable(Protocol):
-    """An object that is filled by rows, like a tensor, but stores the values in its own format."""
+    """An object that is filled by rows, like a tensor, but stores its values in another format."""
 
     @property
     def shape(self) -> torch.Size: ...

@@ -10,10 +10,10 @@ from toolkit import compat
 
 
 class GarbageCollection:
-    """Collects garbage every ``every`` steps on all ranks, instead of whenever Python decides.
+    """Collects garbage every ``every`` steps on all ranks, instead of when Python decides.
 
-    Ranks that pause at different times delay all others at the next collective. ``debug`` collects after each
-    step and, on CUDA, makes torch warn about reference cycles that keep CUDA memory allocated.
+    A rank that pauses alone delays all others at the next collective. ``debug`` collects after each step and,
+    on CUDA, makes torch warn about reference cycles that keep CUDA memory allocated.
     """
 
     def __init__(self, every: int, *, debug: bool = False):

@@ -85,9 +85,9 @@ dist.Backend.register_backend(GLOO, _single_threaded_gloo, extended_api=True, de
 
 
 def start(device: torch.device, *, timeout_seconds: int) -> None:
-    """Initialize the default process group from the environment, or a group of this process alone.
+    """Initialize the default process group from the environment, or a group of only this process.
 
-    On CUDA, gloo handles CPU tensors alongside NCCL, so that checkpoints need no copies on the device.
+    On CUDA, gloo is used for CPU tensors alongside NCCL, so that checkpoints need no copies on the device.
     """
     backend = f"cpu:{GLOO},cuda:nccl" if device.type == "cuda" else GLOO
     timeout = timedelta(seconds=timeout_seconds)
@@ -113,8 +113,7 @@ def start(device: torch.device, *, timeout_seconds: int) -> None:
 
 
 def _report_waiting(rank: int, world_size: int) -> None:
-    """Print where this rank waits and for which ranks; ranks other than 0 print only if rank 0 does not
-    listen."""
+    """Print where this rank waits and for which ranks; other ranks print only if rank 0 does not listen."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     others = "rank 0"
     if rank == 0:

@@ -1,7 +1,7 @@
 """Run lm-eval tasks on the model in training, on any mesh, without an export.
 
-Every rank runs all of lm-eval and gets all scores; data-parallel ranks share out the forwards. The head
-computes the scores where it computes the loss in training, so they are right on any mesh that trains.
+Every rank runs all of lm-eval and gets all scores; the forward passes are divided among data-parallel ranks.
+The head computes the scores instead of the training loss, so they are correct on any mesh that trains.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from toolkit.train_step import TrainState
 
 
 class _Stopped(ToolkitError):
-    """Some rank was asked to stop; raised on all."""
+    """Raised on all ranks if some rank was asked to stop."""
 
 
 class _Scores(Objective):
-    """Shards the rows of tokens like the tokens themselves."""
+    """Shards the field ``rows`` of a micro-batch along with its tokens."""
 
     reduction = "none"
     fields = token_fields = ("rows",)
 
 
 class _PartsScorer(RowScorer):
-    """Scores rows with the model in training. ``stop`` is asked before each batch."""
+    """Scores rows with the model in training. ``stop`` is called before each batch."""
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -63,10 +63,10 @@ class _PartsScorer(RowScorer):
 
 
 class InTraining:
-    """The tasks of ``options``, loaded once.
+    """The tasks of ``options``, which are loaded once.
 
-    ``best`` is the metric of the best checkpoint or "". Rows have at most ``length`` tokens and are padded to
-    a length that tp and cp can shard, or, if kernels have static shapes, to few multiples of
+    ``best`` is the metric of the best checkpoint, or "". Rows have at most ``length`` tokens. Rows are padded
+    to a length that tp and cp can shard or, if kernels have static shapes, to a few multiples of
     ``static_length``.
 
     Attributes:

@@ -1,12 +1,12 @@
 """Run lm-eval tasks on a model of this toolkit. Needs the extra ``eval``.
 
 Tokenization follows lm-eval's adapter for transformers: a context begins with BOS if the tokenizer adds it,
-and a continuation is the tokens that it adds to those of the context. An empty context, and a text scored as
-a whole, begin with BOS, or EOS if there is no BOS, whether or not the tokenizer adds it. There is one
-difference: a text scored as a whole begins with one BOS, where lm-eval's adapter has two if the tokenizer
-adds BOS itself.
+and a continuation is the tokens by which the encoded text exceeds those of the context. An empty context, and
+a text scored as a whole, begin with BOS, or EOS if there is no BOS, whether or not the tokenizer adds it.
+There is one difference: a text scored as a whole begins with one BOS, whereas lm-eval's adapter adds a second
+if the tokenizer adds BOS itself.
 
-Generation stops at the ids of generation_config.json, else of config.json, as in transformers, and at EOS.
+Generation stops at EOS and, as in transformers, at the ids of generation_config.json, else of config.json.
 
 Every rank runs all of lm-eval and requests all rows; the evaluator shards them over the ranks.
 """
@@ -53,8 +53,8 @@ _SEED = 1234  # lm-eval's default
 
 class TaskModel(TemplateLM):
     """lm-eval's interface to a model. ``length`` is the maximum input length, at most the model's context.
-    Generation stops at EOS and at ``eos_ids``, by default the tokenizer's stop ids; without a ``generator``,
-    tasks that generate text cannot be run."""
+    Generation stops at EOS and at ``eos_ids``, by default the tokenizer's stop ids. Tasks that generate text
+    need a ``generator``."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class TaskModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until the first of its stop texts."""
+        """Continue each context until one of its stop texts appears."""
         texts = [""] * len(requests)
         order = sorted(range(len(requests)), key=lambda number: repr(requests[number].args[1]))
         for _, numbers in groupby(order, key=lambda number: repr(requests[number].args[1])):
@@ -154,8 +154,8 @@ class TaskModel(TemplateLM):
         return texts
 
     def _has_stopped(self, tokens: list[int], until: list[str]) -> bool:
-        """Report whether the last tokens contain one of ``until``; earlier tokens have been checked
-        before."""
+        """Report whether the last tokens contain one of ``until``; earlier tokens have already been
+        checked."""
         longest = max((len(text.encode()) for text in until), default=0)
         tail = self._tokenizer.decode(tokens[-longest - 1 :]) if longest else ""
         return any(text in tail for text in until)
@@ -249,8 +249,8 @@ def run_tasks(
 
 
 class PreparedTasks:
-    """Tasks to run again and again, as :func:`run_tasks` does it, but with the results on every rank and
-    without standard errors."""
+    """Tasks that are run repeatedly, as by :func:`run_tasks`, but with results on every rank and without
+    standard errors."""
 
     def __init__(self, tasks: Sequence[Task | Group], *, few_shot: int | None, limit: int | None):
         self._loaded = TaskManager(include_defaults=False).load(list(tasks))
@@ -287,7 +287,7 @@ class PreparedTasks:
 
 @contextmanager
 def _errors_of_tasks(few_shot: int | None, key: str) -> Iterator[None]:
-    """Raise other errors than the model's and torch's as a DataError; ``key`` is the option of
+    """Raise all errors except the model's and torch's as a DataError; ``key`` is the option of
     ``few_shot``."""
     try:
         yield

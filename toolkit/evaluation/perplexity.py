@@ -1,9 +1,9 @@
 """Compute the loss and perplexity of a model on text.
 
-A text begins with BOS, or with EOS if the tokenizer adds no BOS, and each of its tokens is predicted once. A
+A text begins with BOS, or with EOS if the tokenizer adds no BOS. Each token of a text is predicted once. A
 text longer than the context is split into windows that predict ``stride`` tokens each, with as much context
-as fits. The default stride, the window length, is cheapest; then only the last window overlaps the previous
-one. A smaller stride costs ``context / stride`` times as much and gives each token more context.
+as fits. The default stride, the window length, has the lowest cost: only the last window overlaps the
+previous one. A smaller stride costs ``context / stride`` times as much and gives each token more context.
 
 Rows are sharded over the ranks, and all ranks get all results.
 """
@@ -127,7 +127,7 @@ def rolling_windows(
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """Return the token that precedes a text: BOS if the tokenizer adds it, else EOS, else BOS.
+    """Return the token that precedes a text, which is BOS if the tokenizer adds it, else EOS, else BOS.
 
     Raises:
         DataError: the tokenizer has neither.

@@ -1,9 +1,9 @@
-"""Score continuations: their log-likelihood, and whether they are what the model would say.
+"""Score continuations: their log-likelihood, and whether the model would generate them by greedy decoding.
 
 Rows are sharded over the data-parallel ranks, and all ranks get all scores. Ranks that share a sharded model
 run the same number of forwards, with empty batches at the end.
 
-The head computes the scores instead of its losses. They are then sharded like losses on any mesh, and the
+The head computes the scores instead of its losses. Like losses, scores are then sharded on any mesh, and the
 weight of the head is gathered once.
 
 Shapes: B rows, S tokens, T = B·S, D model dim, V vocabulary, R all rows.
@@ -44,8 +44,8 @@ class Score(NamedTuple):
 
 class RowScorer(ABC):
     """Scores rows, ``batch_size`` at a time. ``is_loss_rank`` is true on one rank of each pp and tp group.
-    Rows are padded to a ``multiple`` of tokens; with ``few_shapes``, to a power of two of it, and batches to
-    ``batch_size`` rows."""
+    Rows are padded to a multiple of ``multiple`` tokens; with ``few_shapes``, to a power of two times that,
+    and batches to ``batch_size`` rows."""
 
     multiple = 1
     few_shapes = False
@@ -73,8 +73,8 @@ class RowScorer(ABC):
         return [Score(log_likelihood, misses == 0) for log_likelihood, misses in sums_R2.tolist()]
 
     def _batch_indices(self, rows: Sequence[ScoredRow]) -> Iterator[list[int]]:
-        """Yield the row indices of this rank's batches, longest rows first; empty batches equalize the number
-        on all ranks."""
+        """Yield the row indices of this rank's batches, longest rows first, with empty batches so that all
+        ranks have the same number."""
         lengths = [len(row.context) + len(row.continuation) for row in rows]
         order = sorted(range(len(rows)), key=lambda index: -lengths[index])
         batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]

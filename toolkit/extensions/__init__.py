@@ -1,13 +1,13 @@
 """Register custom models, optimizers, losses, schedules, datasets, converters and config tables.
 
-The module in ``job.custom_import`` is imported by the launcher and by every rank before the configuration is
-checked, and calls the functions here. Registered components are treated like built-in ones: their names are
-values of the corresponding key in ``--help``, messages and checks. ``docs/extending.md`` shows examples.
+The launcher and every rank import the module in ``job.custom_import`` before the configuration is checked; it
+calls the functions here. Registered components are treated like built-in ones: their names are values of the
+corresponding key in ``--help``, messages and checks. ``docs/extending.md`` shows examples.
 
     from toolkit.extensions import Table, register_optimizer
 
-Import torch inside the registered functions, not in the module: the checks run without torch and would be as
-slow as its import.
+Import torch inside the registered functions, not in the module: the checks run without torch, whose import
+would make them slow.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def register_optimizer(
     """Make ``name`` a value of optimizer.name.
 
     ``build(named_parameters, config)`` returns a torch.optim.Optimizer over the parameters that require
-    gradients, which are DTensors. Its method ``fresh_state(parameter, group)`` returns the initial state
-    tensors of a parameter by name; checkpoints are loaded into them, and the optimizer must have no other
-    state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are rejected with another
-    optimizer.
+    gradients, which are DTensors. The optimizer's method ``fresh_state(parameter, group)`` returns the
+    initial state tensors of a parameter by name. Checkpoints are loaded into these, and the optimizer must
+    have no other state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are
+    rejected with another optimizer.
     """
     _register("optimizer.name", name, build, options)
 
@@ -76,9 +76,9 @@ def register_loss(
     """Make ``name`` a value of loss.name.
 
     ``build(config)`` returns a function of logits (T, V) in the model's dtype and labels (T,) int64, −100 for
-    ignored tokens. It returns the loss of each token (T,), in at least fp32, 0 where the label is −100; the
-    run's loss is the mean over tokens. It is called with chunks of tokens, and with the full vocabulary even
-    under tensor parallelism. ``options`` are the keys of [loss.NAME].
+    ignored tokens. That function returns the loss of each token (T,), in at least fp32, 0 where the label is
+    −100; the run's loss is the mean over tokens. The function is called with chunks of tokens, and with the
+    full vocabulary even under tensor parallelism. ``options`` are the keys of [loss.NAME].
     """
     _register("loss.name", name, build, options)
 
@@ -98,8 +98,8 @@ def register_dataset(
     """Make ``name`` a value of training.dataset, validation.dataset and the datasets of a mixture.
 
     ``rows()`` yields the documents in a fixed order: texts, or rows by column, which are read like rows of a
-    file by data.format and data.text_column. They are tokenized once per ``version``, a string that must
-    change whenever the documents change.
+    file by data.format and data.text_column. The documents are tokenized once per ``version``, a string that
+    must change whenever the documents change.
     """
     if name not in registry("training.dataset") and "/" not in name and check_name(name) is None:
         raise ValueError(f"the toolkit has a dataset {name}")
@@ -115,16 +115,16 @@ def register_model_converter(
     """Make ``name`` a value of model.converters.
 
     ``build(config)`` returns an object whose ``convert(model)`` changes a model in place, on the meta device,
-    before it is sharded; it is called for each pipeline stage separately. An optional
+    before it is sharded; this is called for each pipeline stage separately. An optional
     ``post_optimizer_hook(models)`` is called after each update. ``options`` are the keys of [model.NAME].
     """
     _register("model.converters", name, build, options)
 
 
 def register_family(name: str, spec: ModelSpec) -> None:
-    """Add the models of ``spec``, whose ModelArgs have the family ``name``.
+    """Register the models of ``spec``, whose ModelArgs have the family ``name``.
 
-    Their names and flavors become values of model.name and model.flavor.
+    The models' names and flavors become values of model.name and model.flavor.
     """
     _check_name(name, _TABLE, "letters, digits and _")
     if find_spec(f"toolkit.models.{name}"):
@@ -226,7 +226,7 @@ def _check_table(table: Any) -> None:
 
 
 def _is_supported(annotation: Any) -> bool:
-    """Report whether messages and ``--help`` support a type."""
+    """Report whether messages and ``--help`` support the type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _is_supported(arguments[0])

@@ -20,7 +20,7 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
     device, in place.
 
     With an adapter, frozen parameters are stored in ``frozen_dtype``, the compute dtype to which FSDP would
-    cast them anyway, or in 4 bits for linear layers and experts. They are not saved in checkpoints.
+    cast them anyway, or in 4 bits for linear layers and experts. These are not saved in checkpoints.
     """
     args = model.args
     if options.adapter == "lora":
@@ -73,8 +73,8 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 
 
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
-    """Return the initial distribution of an adapter's parameter, chosen to leave the model almost
-    unchanged."""
+    """Return the initial distribution of an adapter's parameter, such that the model hardly changes at
+    first."""
     if name.endswith("lora_a"):  # the same variance as PEFT's uniform distribution
         return Init(std=(3 * shape[-1]) ** -0.5)
     return {
@@ -85,7 +85,7 @@ def added_init(name: str, shape: tuple[int, ...]) -> Init:
 
 
 def init_from_weights(models: Iterable[Decoder]) -> None:
-    """Initialize the parameters that depend on loaded weights: DoRA's magnitudes."""
+    """Initialize DoRA's magnitudes, which depend on loaded weights."""
     for model in models:
         for module in model.modules():
             if reset := getattr(module, "reset_magnitude", None):

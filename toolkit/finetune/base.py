@@ -23,7 +23,7 @@ _SAMPLED_ROWS = 1
 
 
 def base_of(config: Config, shape: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ``place`` and ``fingerprint`` of an adapter's base model, and the format to which its linear
+    """Return the ``place`` and ``fingerprint`` of an adapter's base model, and the format in which its linear
     layers are ``quantized``."""
     quantized = config.finetune.lora.quantize_base if config.finetune.quantizes else "none"
     place = weights_folder(config) or config.checkpoint.initial_load_path

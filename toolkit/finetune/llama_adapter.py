@@ -1,9 +1,9 @@
 """LLaMA-Adapter: learned prompts in the last blocks, added through gates that start at zero, so that training
-starts from the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
+starts with the unchanged model (Zhang et al. 2023, arXiv:2303.16199).
 
 The block's projections compute a prompt's keys and values, without RoPE. The prompt's softmax is separate
-from the tokens' softmax. Its result is added before the output projection, multiplied by tanh of a gate per
-head (as in the paper), or by one plain gate (as in PEFT).
+from the tokens' softmax. The prompt's result is added before the output projection, multiplied by tanh of a
+gate per head (as in the paper), or by one plain gate (as in PEFT).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GatedPrompt(nn.Module):
 
 
 def _heads(x_PKE: Tensor, q_BSHE: Tensor) -> Tensor:
-    """Expand to all samples and query heads: (B, H, P, E)."""
+    """Expand to all samples and query heads, (B, H, P, E)."""
     group = q_BSHE.shape[2] // x_PKE.shape[1]
     x_HPE = x_PKE.transpose(0, 1).repeat_interleave(group, dim=0)
     return x_HPE.expand(q_BSHE.shape[0], -1, -1, -1)

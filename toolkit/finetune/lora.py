@@ -2,8 +2,8 @@
 
 The layer keeps its ``weight`` and its name; ``lora_a`` (R, in) and ``lora_b`` (out, R) are additional
 parameters, which FSDP, tensor parallelism and checkpoints treat like any other. With DoRA, rows of the
-updated weight are scaled to the norm ``magnitude`` (out,); their current norm is a constant in backward, as
-in section 4.3 of the paper (arXiv:2402.09353).
+updated weight are scaled to the norm ``magnitude`` (out,). The rows' current norm is treated as a constant in
+backward, as in section 4.3 of the paper (arXiv:2402.09353).
 """
 
 from __future__ import annotations

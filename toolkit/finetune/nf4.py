@@ -1,13 +1,13 @@
-"""NF4: frozen weights of linear layers in 4 bits, each one of 16 levels times the scale of its block (QLoRA:
-Dettmers et al. 2023, arXiv:2305.14314).
+"""NF4: frozen weights of linear layers in 4 bits. Each is one of 16 levels times the scale of its block
+(QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-A block is 64 elements of a row; its scale is their largest magnitude in fp32. Levels, codes and scales are
+A block is 64 elements of a row; its scale is their largest magnitude, in fp32. Levels, codes and scales are
 bit-identical to those of bitsandbytes. Each block is stored as 32 bytes of codes, two per byte, followed by
 the four bytes of the scale, 4.5 bits per element, in one uint8 tensor (out, in / 64 · 36) with the weight's
-name. It is sharded by rows, or by columns at block boundaries, like any other parameter, and no precision
-policy casts it. Stacked experts (E, out, in) are (E, out, in / 64 · 36).
+name. The tensor is sharded by rows, or by columns at block boundaries, like any other parameter, and no
+precision policy casts it. Stacked experts (E, out, in) are stored as (E, out, in / 64 · 36).
 
-A layer dequantizes it for each matmul, in forward and again in backward.
+A layer dequantizes its weight for each matmul, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cached_tensors
 def _pairs_of_levels(device: torch.device) -> Tensor:
-    """Return the two levels of each byte: (256, 2)."""
+    """Return the two levels of each byte, (256, 2)."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
@@ -133,7 +133,7 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Compute :func:`toolkit.models.common.grouped_linear.grouped_linear` with weights that may be in NF4,
-    (E, N, K / 64 · 36): all of a rank are dequantized at once."""
+    (E, N, K / 64 · 36): all experts of a rank are dequantized at once."""
     if weight_ENK.dtype != torch.uint8:
         return plain_grouped_linear(x_MK, weight_ENK, ends_E)
     if torch.compiler.is_compiling():
@@ -226,8 +226,8 @@ def new_packed(weight: Tensor) -> nn.Parameter:
 
 
 class PackedWeight:
-    """An NF4 weight, DTensor or plain, with the shape of the original. It quantizes rows while being filled,
-    so that at most one block of rows exists in full precision."""
+    """An NF4 weight, DTensor or plain, with the shape of the original. The weight quantizes rows while being
+    filled, so that at most one block of rows exists in full precision."""
 
     def __init__(self, packed: Tensor):
         self.packed = packed

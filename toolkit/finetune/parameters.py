@@ -27,7 +27,7 @@ def is_added(name: str) -> bool:
 
 
 def added_name(row: ParameterRow, part: str) -> str:
-    """Return the name of LoRA's parameter ``part`` of a weight: attention.wq.lora_a, experts.w1_lora_a."""
+    """Return the name of LoRA's parameter ``part`` of a weight, such as attention.wq.lora_a."""
     return f"{row.name}_{part}" if row.experts else f"{row.module}.{part}"
 
 
@@ -81,11 +81,11 @@ def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0)
 
 
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
-    """Return the names of what LoRA updates, in the model's order: linear layers, and weights of stacked
+    """Return the names of the weights that LoRA updates, in the model's order: linear layers, and stacked
     experts, such as layers.0.moe.experts.w1.
 
-    Targets are last components of names, ours or Hugging Face's, or patterns of full names. Routers are not
-    among all linear layers.
+    Targets are the last components of names, ours or Hugging Face's, or patterns of full names. "all-linear"
+    does not include routers.
     """
     patterns, hf_names = options.lora.target_modules, hf_linear_names(args)
     selected = {name for name, hf_name in hf_names.items() if {name, hf_name} & set(patterns)}
@@ -115,7 +115,7 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
-    """Map our names of what LoRA may update in a block to Hugging Face's, such as wq to q_proj."""
+    """Map our names of the weights in a block that LoRA may update to Hugging Face's: wq to q_proj."""
     return {
         name.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
         for name, row in adaptable(args).items()

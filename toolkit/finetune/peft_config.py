@@ -71,8 +71,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class PeftAdapter:
     """An adapter in the PEFT folder ``place``: equivalent ``options``, the ``shapes`` of its parameters by
-    our names, the ``keys`` of the tensors that have them, the parameters in which its ``experts`` are fused,
-    and the path or id of its ``base`` in PEFT's config, or ""."""
+    our names, the ``keys`` of their tensors, the parameters in which its ``experts`` are fused, and the path
+    or id of its ``base`` in PEFT's config, or ""."""
 
     place: Path
     options: Finetune
@@ -188,7 +188,7 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
 
 
 def _is_padded(values: Mapping[str, Any]) -> bool:
-    """Return whether all updates get the rank that PEFT gave to gate_up_proj alone."""
+    """Return whether all updates have the rank that PEFT gave only to gate_up_proj."""
     return doubled_rank(values) not in (None, GATE_UP)
 
 
@@ -275,7 +275,7 @@ def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
 
 
 def to_peft_name(name: str, args: ModelArgs) -> str:
-    """Return PEFT's name of a trained parameter, other than a prefix's and experts'."""
+    """Return PEFT's name of a trained parameter, except those of a prefix and of experts."""
     module, _, part = name.rpartition(".")
     if part in _PARTS:
         return f"{_PREFIX}{_hf_module(adaptable(args)[module])}.{_PARTS[part]}"
@@ -409,8 +409,8 @@ def unsupported_by_peft(args: ModelArgs, options: Finetune, replaced: Collection
 def _peft_targets(args: ModelArgs, options: Finetune) -> tuple[list[str], list[str]]:
     """Return PEFT's ``target_modules`` and ``target_parameters``.
 
-    With transformers 5, PEFT 0.21 takes a module whose last component is that of an expert's matrix, such as
-    gate_proj, for the experts; such a layer, and a router, is targeted by its weight instead.
+    With transformers 5, PEFT 0.21 confuses a module whose name ends like an expert's matrix, such as
+    gate_proj, with the experts. Such a layer, and a router, is therefore targeted by its weight.
     """
     rows, targets = adaptable(args), lora_targets(args, options)
     of_experts = {row.hf.split(".")[-2] for row in rows.values() if row.experts}
@@ -432,8 +432,8 @@ def _compact(targets: set[str], args: ModelArgs) -> list[str]:
 
 
 def _shortest(targets: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    """Return last components of the ``names`` of ``targets`` if they are all layers of these names, otherwise
-    full names."""
+    """Return the last components of the ``names`` of ``targets`` if these are all layers with those names,
+    otherwise full names."""
     by_last: dict[str, set[str]] = {}
     for layer in names:
         by_last.setdefault(layer.rpartition(".")[2], set()).add(layer)

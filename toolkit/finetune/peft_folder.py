@@ -1,11 +1,11 @@
 """Convert adapter tensors between PEFT folders and this toolkit: row order, and positions of a prefix.
 
-LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, which Hugging Face orders
-differently (:func:`toolkit.models.common.parameter_table.hf_row_order`).
+LoRA's B, DoRA's magnitudes and a prefix's keys have the rows of q and k, whose order in Hugging Face's format
+differs (:func:`toolkit.models.common.parameter_table.hf_row_order`).
 
 PEFT stores a prefix of n tokens as past keys and values: one row per token, with each layer's keys and
-values. In PEFT, the positions of the following tokens start at n; here they start at 0. Because RoPE depends
-only on distances, our keys are PEFT's rotated back by n positions.
+values. In PEFT, the positions of the following tokens start at n; in this toolkit, they start at 0. Because
+RoPE depends only on distances, our keys are PEFT's rotated back by n positions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Preference optimization: increases the probability of the chosen answer to a prompt over that of the
 rejected one.
 
-DPO and KTO do so relative to a reference. If it is the model without its adapter, it runs first, without
-gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the answer's
-probabilities. Otherwise the sums of the reference are read (:mod:`toolkit.finetune.reference`). CPO, SimPO
-and ORPO have no reference: the sums are log-probabilities. Reward models score answers. A pair is two
-documents of a row: 2n is chosen, 2n + 1 rejected. All pairs have equal weight. KTO learns from single answers
-with a label.
+DPO and KTO compare the model with a reference. If the reference is the model without its adapter, it runs
+first, without gradients; its token losses minus the model's, summed over an answer, are the log-ratio of the
+answer's probabilities. Otherwise the sums of the reference are read from disk
+(:mod:`toolkit.finetune.reference`). CPO, SimPO and ORPO have no reference: the sums are log-probabilities.
+Reward models score answers. A pair is two documents of a row: document 2n is chosen, and 2n + 1 rejected. All
+pairs have equal weight. KTO learns from single, labeled answers.
 
 Shapes: B batch, S sequence, W maximum number of documents in a row, even, N = W/2 pairs.
 """
@@ -116,8 +116,8 @@ class RewardObjective(PreferenceObjective):
 
 
 class DPOObjective(PreferenceObjective):
-    """The same relative to the model without its adapter, or to ``stored`` log-probabilities of the
-    conversations of the run (conversations, columns) fp64."""
+    """A :class:`PreferenceObjective` relative to the model without its adapter, or to ``stored``
+    log-probabilities (conversations, columns) fp64 of the run's conversations."""
 
     fields: tuple[str, ...] = ("answers", "learnt", "reference")
     columns: tuple[str, ...] = ("",)
@@ -171,9 +171,9 @@ class DPOObjective(PreferenceObjective):
 class KTOObjective(DPOObjective):
     """The mean over single answers of KTO's losses, with the reward metrics that trl reports.
 
-    The KL divergence that they depend on is the mean log-ratio of the mismatched answers of the global
-    batch (:mod:`toolkit.data.preference_rows`), so that it is the same on any mesh. They run before the
-    step, without gradients.
+    The losses depend on a KL divergence, estimated as the mean log-ratio of the mismatched answers of the
+    global batch (:mod:`toolkit.data.preference_rows`), so that it is the same on any mesh. Mismatched answers
+    run before the step, without gradients.
     """
 
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
@@ -229,7 +229,7 @@ class KTOObjective(DPOObjective):
 
 
 def preference_objective(options: Finetune, group: dist.ProcessGroup | None) -> PreferenceObjective:
-    """Return the objective that ``finetune.objective`` names."""
+    """Return the objective selected by ``finetune.objective``."""
     match options.objective:
         case "dpo":
             return DPOObjective(partial(dpo_losses, options=options.dpo), group)
@@ -264,7 +264,7 @@ def kto_losses(ratios_BW: Tensor, desirable_BW: Tensor, kl: Tensor, options: KTO
 
 
 def cpo_losses(logps_BN2: Tensor, learnt_BN2: Tensor, options: CPO) -> tuple[Tensor, Tensor]:
-    """Return CPO's losses: DPO's without a reference, plus the chosen answer's mean token loss."""
+    """Return CPO's losses, which are DPO's without a reference plus the chosen answer's mean token loss."""
     rewards_BN2 = options.beta * logps_BN2
     margins_BN = _margins(rewards_BN2)
     if options.loss_type == "hinge":
@@ -331,7 +331,7 @@ def _required(batch: MicroBatch, name: str) -> Tensor:
 
 
 def _by_answer(values_BS: Tensor, answers_BS: Tensor, width: int) -> Tensor:
-    """Sum over the tokens of each answer: (B, W). Supports deterministic algorithms."""
+    """Sum over the tokens of each answer, (B, W). Supports deterministic algorithms."""
     rows = torch.arange(len(values_BS), device=values_BS.device)[:, None] * width
     sums = values_BS.new_zeros(len(values_BS) * width)
     return sums.index_add(0, (answers_BS + rows).flatten(), values_BS.flatten()).unflatten(0, (-1, width))

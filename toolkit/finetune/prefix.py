@@ -1,8 +1,8 @@
 """Prefix tuning: learned keys and values that every token attends to in addition to those of its document.
-They have no positions: the keys are learned in their form after RoPE.
+The keys have no positions: they are learned in their form after RoPE.
 
-PEFT implements them as past keys and values. Here they are parameters of the attention, which work with
-activation checkpointing, do not shift the tokens' positions, and precede each of several packed documents.
+PEFT implements a prefix as past keys and values. Here keys and values are parameters of the attention. Such
+parameters work with activation checkpointing, do not shift positions, and precede every packed document.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Reference log-probabilities of a run whose model cannot be its own reference.
 
 DPO and KTO compare the model with the initial one. If more than a new adapter is trained, the initial model
-gives the log-probability of every answer of the run once, before the first step; the steps then cost no
-forward of a reference. A file for each corpus is kept next to the token caches:
+computes the log-probability of every answer of the run once, before the first step, so that the steps need no
+forward pass of a reference. The result for each corpus is stored next to the token caches:
 
     <cache folder>/references/<key>.bin    SHA-256 of the rest; float64 (conversations, columns)
 
 The key is the SHA-256 of the initial weights' identity, the precision, the corpus's fingerprint and the row
-length, at which answers are truncated. Every rank reads the whole file: 8 bytes per answer, for KTO 16. A
-resumed run reads the same values. If a file is gone, the initial weights are loaded and give them again,
-before the checkpoint is loaded. Checkpoints record the identity of the initial weights, so that a run cannot
-resume with another reference.
+length, at which answers are truncated. Every rank reads the whole file, 8 bytes per answer, or 16 for KTO. A
+resumed run reads the same values. If a file is missing, the initial weights are loaded and its values
+computed again before the checkpoint is loaded. Checkpoints record the identity of the initial weights, so
+that a run cannot resume with another reference.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StoredReference:
         self.files = [folder / f"{key[:32]}.bin" for key in keys]
 
     def read(self) -> bool:
-        """Give the objective the stored values; return False if a rank cannot read some of them."""
+        """Set the objective's reference to the stored values; return False if a rank cannot read some."""
         found = [self._read(file, count) for file, count in zip(self.files, self.counts, strict=True)]
         values = [it for it in found if it is not None]
         if self.ranks.any_of([len(values) < len(found)])[0]:
@@ -91,7 +91,7 @@ class StoredReference:
 
     @torch.no_grad()
     def compute(self, *, dp_rank: int, dp_size: int) -> None:
-        """Compute the values with the current weights, store them, and give them to the objective.
+        """Compute the values with the current weights, store them, and set the objective's reference to them.
 
         Raises:
             DataError: a file cannot be written.
@@ -133,7 +133,7 @@ class StoredReference:
 
 
 def _identity(config: Config, args: ModelArgs) -> str:
-    """Return a hash of what the initial weights depend on."""
+    """Return a hash of everything that determines the initial weights."""
     base, options = base_of(config, asdict(args)), config.finetune
     parts: list[Any] = [asdict(args), base["fingerprint"], base["quantized"]]
     parts.append(config.model.additional_special_tokens)

@@ -58,8 +58,7 @@ def finetune_of(step: Path, run: Mapping[str, Any]) -> Finetune:
 
 
 def differences(saved: Finetune, current: Finetune, args: ModelArgs) -> dict[str, Any]:
-    """Return the keys, with values for ``current``, in which it must change to load an adapter of
-    ``saved``."""
+    """Return the keys of ``current``, with new values, that must change to load an adapter of ``saved``."""
     if saved.adapter != current.adapter:
         return {"finetune.adapter": saved.adapter}
     required = {
@@ -75,11 +74,10 @@ def differences(saved: Finetune, current: Finetune, args: ModelArgs) -> dict[str
 def resume_differences(
     saved: Finetune, current: Finetune, args: ModelArgs, *, optimizer: bool
 ) -> dict[str, Any]:
-    """Return the keys, with values for ``current``, in which it must change to resume a checkpoint of
-    ``saved``.
+    """Return the keys of ``current``, with new values, that must change to resume a checkpoint of ``saved``.
 
-    Both have the same type of adapter. If the checkpoint's ``optimizer`` is not loaded, other parameters of a
-    full model may be trained.
+    Both options must have the same type of adapter. If the checkpoint's ``optimizer`` is not loaded, other
+    parameters of a full model may be trained.
     """
     required = differences(saved, current, args) if current.adds else {}
     if saved.quantizes != current.quantizes:

@@ -1,1 +1,1 @@
-"""Generate text: KV cache, sampling and the generation loop."""
+"""Text generation, with KV cache, sampling and the generation loop."""

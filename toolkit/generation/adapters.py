@@ -1,8 +1,8 @@
 """Switch between several adapters on one loaded base model.
 
-LoRA updates are merged into the weights, so they add no cost per token, and only changed weights are read
-again for the next adapter. Adapters in the attention become additional modules: their heads are sharded over
-the tp group, and the rest is small enough to be replicated.
+LoRA updates are merged into the weights, so they add no cost per token. For another adapter, only changed
+weights are read again. Adapters in the attention become additional modules: their heads are sharded over the
+tp group, and the rest, which is small, is replicated.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def compiler_for(device: torch.device, *, constant: bool) -> Compiler:
     launches.
 
     On a CPU, if weights are ``constant``, inductor stores a second copy of them in the layout of the fastest
-    GEMM found by autotuning: oneDNN's or inductor's own (AMX tiles in bfloat16), which is faster than any
-    torch operator (benchmarks/LOG.md).
+    GEMM found by autotuning. This is oneDNN's or inductor's own (AMX tiles in bfloat16), which is faster than
+    any torch operator (benchmarks/LOG.md).
     """
     if device.type == "cuda":
         return lambda step: torch.compile(step, mode="reduce-overhead", dynamic=False)

@@ -1,6 +1,6 @@
 """Prepack a model's weights for generation on a CPU (toolkit/cpu/prepacked.py) and fuse matmuls.
 
-The query, key and value projections are fused into one matmul, and so are w1 and w3 of the feed-forward.
+The query, key and value projections become one matmul, as do w1 and w3 of the feed-forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from toolkit.models.common.rope import rotate
 
 
 def can_prepack(model: Decoder) -> bool:
-    """Report whether ``model`` is on a CPU with oneDNN, is not prepacked yet, and has plain parameters in
-    fp32, or in bf16 with native instructions."""
+    """Report whether ``model`` is on a CPU with oneDNN, is not prepacked yet, and has unmodified parameters
+    in fp32, or in bf16 with native instructions."""
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     plain &= all(module.weight is not None for module in model.modules() if isinstance(module, nn.Linear))
     first = next(model.parameters())
@@ -104,7 +104,7 @@ class _PackedAttention(Attention):
 
 
 class _PackedFeedForward(FeedForward):
-    """A feed-forward with one matmul of its input."""
+    """A feed-forward that multiplies its input once, by w1 and w3 together."""
 
     def __init__(self, plain: FeedForward):
         nn.Module.__init__(self)

@@ -1,7 +1,8 @@
-"""Generate tokens: one forward of the prompts, then one per new token, until all rows have stopped.
+"""Generate tokens: one forward for the prompts, then one per new token, until all rows have stopped.
 
-Runs in one process or on all ranks of a sharded model; all ranks make the same calls with the same arguments.
-Each rank computes full rows, and rank 0 broadcasts the tokens, so that rounding cannot make ranks diverge.
+This runs in one process or on all ranks of a sharded model; all ranks make the same calls with the same
+arguments. Each rank computes full rows, and rank 0 broadcasts the tokens, so rounding cannot make them
+diverge.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Generator:
     """Generates tokens with ``model``; ``group`` contains the ranks of a sharded model.
 
     ``vocabulary`` limits the token ids, because a padded model has more ids than its tokenizer; None allows
-    all. ``compiler`` compiles the forward of one token, once per number of rows and per :data:`CAPACITY_STEP`
-    tokens.
+    all ids. ``compiler`` compiles the forward of one token, once per number of rows and per
+    :data:`CAPACITY_STEP` tokens.
     """
 
     def __init__(

@@ -4,13 +4,13 @@ Inside :meth:`KVCache.attached`, a forward of the model processes the *next* tok
 and values are appended to the cache, and their queries attend to the whole cache. Rows are aligned at their
 end, so that all continue in the same column; shorter rows begin with padding, which is masked.
 
-Latent attention caches one latent vector and one rotated key per token, from which all heads' keys and values
-are made.
+Latent attention caches one latent vector and one rotated key per token, from which the keys and values of all
+heads are computed.
 
 With a sliding window or chunks, a token reads only the columns in its window, but all columns are stored.
 
-Full buffers grow by half. For a compiled forward of one token, buffers are fixed: shapes and addresses do not
-change, and the column to write to and the columns to attend to are tensors; unwritten columns are masked.
+Full buffers grow by half. A compiled forward of one token uses fixed buffers, whose shapes and addresses do
+not change. The column to write and the columns to attend to are tensors, and unwritten columns are masked.
 
 Shapes: B rows, S new tokens, T columns, H heads, K key/value heads, G = H / K, E head dim.
 """
@@ -66,7 +66,7 @@ class KVCache:
         self.restart(padding)
 
     def restart(self, padding: Sequence[int]) -> None:
-        """Clear the cache for the same number of new rows; the buffers are reused."""
+        """Clear the cache for the same number of new rows, reusing the buffers."""
         self.length = 0
         self.started = False
         self.column.zero_()
@@ -74,7 +74,7 @@ class KVCache:
         self.padded, self.paddings = any(padding), list(padding)
 
     def positions(self, count: int) -> Tensor:
-        """Return the positions of the next ``count`` tokens: (S,), or (B, S) if rows begin at different
+        """Return the positions of the next ``count`` tokens, (S,), or (B, S) if rows begin at different
         columns."""
         if self.fixed and self.started and count == 1:
             return self.column - self.padding[:, None]
@@ -156,7 +156,7 @@ class _CachedAttention(AttentionBackend):
     """Attention backend of one block: appends new keys and values to its buffers and attends to all of them.
 
     The learned tokens of a prefix are stored before the first column and are visible to every query. Keys
-    that are passed as values too are stored once. ``up`` are projections of latent attention, computed with
+    that are also passed as values are stored once. ``up`` are projections of latent attention, computed with
     its first tokens. ``plain`` is the block's own backend.
     """
 
@@ -246,7 +246,7 @@ class _CachedAttention(AttentionBackend):
 def _attend_one(
     q_B1HE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, sinks_H: Tensor | None
 ) -> Tensor:
-    """Compute the attention of one new token per row to its row. Heads that share keys become queries of one
+    """Compute attention of one new token per row to that row. Heads that share keys become queries of one
     head, so that keys are read once and any kernel supports them."""
     if sinks_H is not None:
         return attend_with_sinks(q_B1HE.transpose(1, 2), k_BKTE, v_BKTE, mask, sinks_H).transpose(1, 2)

@@ -80,7 +80,7 @@ class LoadedModel:
         self.adapters.select(self.model, adapter, self.mesh.tp if self.mesh else None)
 
     def generator(self, *, compiled: bool = False) -> Generator:
-        """Create a generator limited to the tokenizer's ids, on every rank. ``compiled`` takes half a minute,
+        """Create a generator limited to the tokenizer's ids, on every rank. Compilation takes half a minute,
         which pays off for long texts.
 
         On a CPU, weights are prepacked, and the model's blocks lose the original ones; models with selectable
@@ -123,14 +123,14 @@ def load_model(
     """Load the model at ``path``: any format of :func:`toolkit.weights.open.open_weights`, or an adapter (a
     PEFT folder or checkpoint) together with its base.
 
-    Parameters have ``dtype`` and no gradients. The first of ``adapters``, by name, is active until another is
+    Parameters have ``dtype`` and no gradients. The first of ``adapters`` by name is active until another is
     selected.
 
     In a process group the model is sharded over all ranks. Parameters gathered in the first forward stay
     gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, divided among the ranks.
     The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one used in the
     checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. Every rank calls
-    ``check`` with the tokenizer before weights are read, so that it can be rejected.
+    ``check`` with the tokenizer before weights are read, so that it can reject the tokenizer.
 
     Raises:
         ConfigError: ``tp`` does not divide the number of ranks or a dimension of the model, or the parameters

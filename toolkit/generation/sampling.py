@@ -1,7 +1,7 @@
-"""Sample the next token from logits, processed in the same order as in transformers.
+"""Sample the next token from logits, which are processed in the same order as in transformers.
 
 A row's random number depends on the seed, the index of its prompt and the number of its tokens, so a prompt
-gets the same text alone, in any batch and on any mesh. Sampling inverts the cumulative distribution in fp64.
+gets the same text alone, in any batch, and on any mesh. Sampling inverts the cumulative distribution in fp64.
 
 Shapes: B rows, V vocabulary.
 """
@@ -87,7 +87,7 @@ def process_logits(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None
 
 
 def _outside_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
-    """Mark the tokens outside the most likely ones with total probability ``top_p``."""
+    """Mark the tokens that are not among the most likely ones with total probability ``top_p``."""
     ascending_BV, order_BV = logits_BV.sort(-1)
     left_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p
     left_BV[:, -1] = False

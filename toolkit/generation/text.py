@@ -1,4 +1,4 @@
-"""Decode a stream of tokens: complete characters only, with spaces as in the full text."""
+"""Decode a stream of tokens into complete characters, with the spaces of the full text."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Straggler detection: seconds per step in which each rank waits for data, computes, or communicates.
 
-Ranks advance together, so a slow rank is the one that does not wait in collectives while the others do. On a
-CPU the host blocks in them, and its clock is used. On a GPU, NCCL's flight recorder has the duration of each
-collective on the device (TORCH_NCCL_ENABLE_TIMING), including the wait for peers and overlapped computation;
-collectives between steps, for validation and saves, are excluded. The comparison takes one small all-reduce
-per logged step.
+Ranks advance together, so a slow rank is one that does not wait in collectives while the others do. On a CPU,
+the host blocks in collectives, so its clock is used. On a GPU, NCCL's flight recorder has the duration of
+each collective on the device (TORCH_NCCL_ENABLE_TIMING), including the wait for peers and overlapped
+computation; collectives between steps, for validation and saves, are excluded. The comparison takes one small
+all-reduce per logged step.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class DeviceWaits:
 
 
 class Stragglers(StepHook):
-    """Compares ranks, and reports to ``record`` a rank that is ``factor`` times slower than the median of the
-    others.
+    """Compares ranks, and reports to ``record`` any rank that is ``factor`` times slower than the median of
+    the others.
 
-    All ranks log the same steps.
+    All ranks must log the same steps.
     """
 
     def __init__(self, factor: float, device: torch.device, record: Callable[[dict[str, Any]], None]):
@@ -85,8 +85,8 @@ class Stragglers(StepHook):
         return values | compared
 
     def compare(self, data_seconds: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return this rank's mean seconds per step since the previous call, with the slowest rank's and the
-        median of the others; and an event if a rank has become slow or is no longer slow."""
+        """Return two values: this rank's mean seconds per step since the previous call, with the slowest
+        rank's and the median of the others; and an event if a rank has become slow, or is no longer slow."""
         steps = max(1, self._steps)
         if self._on_device:
             before, now = self._waited, self._on_device.seconds

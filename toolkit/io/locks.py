@@ -25,7 +25,7 @@ def claim(folder: Path) -> IO[str]:
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path`` inside the context, then remove it; raises as :func:`claim` does."""
+    """Hold the lock file ``path`` inside the context, then remove it; raises errors as :func:`claim` does."""
     file = _lock(path)
     try:
         yield

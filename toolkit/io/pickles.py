@@ -62,7 +62,7 @@ class _Placeholder:
 
 
 class PickleCheck(PlainUnpickler):
-    """Checks a pickle's keys without building its objects, before another reader loads it."""
+    """Checks the keys in a pickle without building its objects, before another reader loads it."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _Placeholder

@@ -15,7 +15,7 @@ from toolkit.io.locks import claim
 
 def claim_folders(config: Config) -> ExitStack:
     """Lock the folders to which the run writes until the result is closed, and write the resolved config with
-    the origin of each value. Collective; only rank 0 acts.
+    the origin of each value. Collective, but only rank 0 writes.
 
     Raises:
         ConfigError: on every rank: rank 0 cannot write there, or another run is writing there.

@@ -1,7 +1,7 @@
 """Standard output and error that never raise. Imports no torch.
 
-``print``, and libraries that print, raise if the reader of a pipe exits, the terminal closes, the disk of a
-log is full, or the encoding lacks a character such as "×". A run must not fail because of its output.
+``print``, and libraries that print, raise an error if the reader of a pipe exits, the terminal closes, the
+disk of a log is full, or the encoding lacks a character such as "×". Output must not make a run fail.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def protect(*, end_with_reader: bool = False) -> None:
     """Protect this process from errors of its output streams; characters missing from the encoding are
     escaped.
 
-    ``end_with_reader``: exit silently when the reader of the output exits, for programs that only print.
+    With ``end_with_reader``, for programs that only print, exit silently when the reader of the output exits.
     """
     if end_with_reader:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """Folders that are created atomically by one rename, and can be resumed after a kill. Imports no torch.
 
-Until the rename, a folder has a temporary name next to the final one that contains a hash of the plan, so
-that a process with the same plan finds finished files.
+Until the rename, a folder has a temporary name next to the final one. The name contains a hash of the plan,
+so that a process with the same plan finds finished files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toolkit.io.atomic import sync_folder
 
 
 def work_folder(final: Path, plan: object) -> Path:
-    """Return the temporary path of ``final`` for a ``plan``: JSON types that determine the folder's
+    """Return the temporary path of ``final`` for a ``plan``, JSON types that determine the folder's
     contents."""
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     return final.with_name(f"{final.name}.tmp-{digest[:8]}")

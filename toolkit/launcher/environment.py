@@ -76,15 +76,15 @@ def threads() -> int:
 
 
 def with_threads(environ: Mapping[str, str], processes: int) -> dict[str, str]:
-    """Return ``environ`` for one of ``processes`` processes on this machine: OMP_NUM_THREADS, unless set, is
+    """Return ``environ`` for one of ``processes`` processes on this machine. OMP_NUM_THREADS, unless set, is
     the process's share of the cores."""
     share = {"OMP_NUM_THREADS": str(max(1, cores() // processes))} if processes > 1 else {}
     return {**share, **environ}
 
 
 def slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks in this process's Slurm step; 1 outside srun (also in a batch script), and
-    in a terminal from ``srun --pty``.
+    """Return the number of tasks in this process's Slurm step; 1 outside srun (also in a batch script) and in
+    a terminal from ``srun --pty``.
 
     Raises:
         ConfigError: SLURM_STEP_NUM_TASKS is not a valid number.
@@ -176,7 +176,7 @@ def shown_ranks(environ: Mapping[str, str], world_size: int, default: str) -> li
 
 
 def tells_for_all(environ: Mapping[str, str], here: RankEnvironment) -> bool:
-    """Return whether this rank of a run reports for all ranks: rank 0 and the first shown rank do."""
+    """Return whether this rank of a run reports for all ranks, as rank 0 and the first shown rank do."""
     try:
         first = shown_ranks(environ, here.world_size, default="0")[0]
     except ConfigError:  # torchrun does not read the variable, or it names ranks of nodes that left

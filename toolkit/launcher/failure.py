@@ -19,7 +19,7 @@ TAIL_LINES = 30
 
 
 def _failed_by_itself(worker: Worker, watch: Watch, reports: Mapping[int, object]) -> bool:
-    """Return whether the rank failed on its own, not because peers were lost, which ranks report."""
+    """Return whether the rank failed on its own. Otherwise it lost its peers, which ranks report."""
     if worker.rank in watch.ended_by_us:
         return False
     return worker.rank not in reports or worker.process.returncode != EXIT_ERROR
@@ -52,12 +52,12 @@ def _failed(watch: Watch) -> list[Worker]:
 
 
 def any_failed_by_itself(watch: Watch, reports: Mapping[int, Report]) -> bool:
-    """Return whether a rank of this node failed on its own, not because peers were lost."""
+    """Return whether a rank of this node failed on its own, not because it lost its peers."""
     return any(_failed_by_itself(worker, watch, reports) for worker in _failed(watch))
 
 
 def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Failure | None:
-    """Return the rank that failed first, or None if all failed ranks only report lost peers."""
+    """Return the rank that failed first, or None if all failed ranks only lost their peers."""
     failed = _failed(watch)
     own = [worker for worker in failed if _failed_by_itself(worker, watch, reports)]
     told = False
@@ -84,7 +84,7 @@ def first_failure(watch: Watch, code: int, reports: Mapping[int, Report]) -> Fai
 
 
 def explain(watch: Watch, code: int, prefix: Path | None) -> None:
-    """Report which rank failed first, or which rank the others waited for, unless it has reported it
+    """Report which rank failed first, or which rank the others waited for, unless that rank has reported it
     itself."""
     reports: Mapping[int, Report] = {}
     if prefix:

@@ -1,10 +1,9 @@
-"""Report where a rank is when a run breaks down, then exit.
+"""Report the location of a rank in the code when a run breaks down, then exit.
 
 A rank reports when a collective fails, or when its launcher asks (:data:`QUESTION`). The launcher must ask,
 because a rank that is blocked in a collective does not return to Python until the timeout, and a rank in an
-infinite loop never fails. A thread
-answers the launcher. C code wakes it through a file descriptor on the signal, whatever the main thread is
-doing.
+infinite loop never fails. A thread answers the launcher: on the signal, C code wakes it through a file
+descriptor, whatever the main thread is doing.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class FaultReporter:
         return distributed is not None and distributed.is_initialized()
 
     def record_collectives(self, entries: int, *, timed: bool = False) -> None:
-        """Make torch record the last ``entries`` collectives of groups created from now on and, if ``timed``,
-        the duration of each on NCCL."""
+        """Make torch record the last ``entries`` collectives of groups that are created later and, if
+        ``timed``, the duration of each on NCCL."""
         from toolkit.launcher import flight_recorder
 
         flight_recorder.enable(entries, self.prefix)
@@ -82,7 +81,7 @@ class FaultReporter:
             os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
 
     def failed(self, error: BaseException) -> str:
-        """Report the collective that failed with ``error``; return the message for the user."""
+        """Report the collective that failed with ``error``, and return the message for the user."""
         error = _causes(error)[-1]
         frames = _frames(traceback.walk_tb(error.__traceback__))
         text = _SAID_BY.sub("", str(error).strip().split("\n")[0])

@@ -1,10 +1,10 @@
-"""Reports of the ranks of a run that broke down, and the rank at fault derived from them.
+"""Reports from the ranks of a broken run, and the rank at fault derived from them.
 
-When a rank dies or hangs, the other ranks see a collective fail, each in a group of its own: one waits for a
-neighbor in the pipeline, which waits for its tensor-parallel peer, which hangs. So each rank reports where it
-is, and only all reports together show which rank is missing, busy or behind. Reports are files next to the
-traces of collectives, not keys of the group's store, because the store lives in rank 0, which may be the rank
-that hangs. Needs no torch: launchers read them.
+When a rank dies or hangs, the other ranks see a collective fail, each in a different group: one waits for a
+neighbor in the pipeline, which waits for its tensor-parallel peer, which hangs. Therefore each rank reports
+where it is, and only all reports together show which rank is missing, busy or behind. Reports are files next
+to the traces of collectives. The group's store is not used, because it lives in rank 0, which may be the rank
+that hangs. Launchers read them without torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Place:
 @dataclass(frozen=True)
 class Report:
     """State of one rank: its ``step``, ``where`` it is in the code, its ``places`` in all groups, and whether
-    it ``waits``: in which ``place``, if known, and for how many ``seconds`` (0: unknown)."""
+    it ``waits``; if so, in which ``place``, if known, and for how many ``seconds`` (0: unknown)."""
 
     rank: int
     step: int
@@ -119,7 +119,7 @@ def _read(prefix: Path, rank: int) -> Report | None:
 
 
 def gather(prefix: Path, world_size: int, *, seconds: float = 0.0) -> dict[int, Report]:
-    """Return the reports of all ranks, in order, or the reports that exist after ``seconds``."""
+    """Return the reports of all ranks, in order, or those that exist after ``seconds``."""
     deadline = time.monotonic() + seconds
     reports: dict[int, Report] = {}
     while True:
@@ -171,8 +171,8 @@ def _waiting_for(rank: int, reports: Mapping[int, Report]) -> list[Report]:
 
 
 def _is_before(report: Report, wanted: Place) -> bool:
-    """Return whether the rank has yet to reach ``wanted``; False for a transfer (number 0), where it is
-    unknown who waits for whom."""
+    """Return whether the rank has yet to reach ``wanted``; False for a transfer (number 0), because it is
+    unknown which of its ranks waits for the other."""
     return any(
         place.name_and_ranks == wanted.name_and_ranks and place.number < wanted.number
         for place in report.places

@@ -1,7 +1,7 @@
 """torch's flight recorder: the last collectives of each rank, and the one in which it waits.
 
 There are two recorders. NCCL's watchdog writes a pickled file at a timeout, for torch's analyzer
-``torchfrtrace``. The other recorder covers all other backends, here gloo, without transfers between two
+``torchfrtrace``. The other recorder covers all other backends, here gloo, but not transfers between two
 ranks. This module writes both as JSON, next to NCCL's file.
 """
 
@@ -54,8 +54,8 @@ def write(prefix: Path, rank: int) -> None:
 
 
 def standing() -> tuple[tuple[Place, ...], Place | None, float]:
-    """Return this rank's places in its groups of several ranks, the place of its oldest unfinished collective
-    (or of the newest, if all are finished), and the seconds since that collective was enqueued."""
+    """Return this rank's places in its groups of several ranks; the place of its oldest unfinished collective
+    (or of the newest, if all are finished); and the seconds since the start of that collective."""
     entries = [
         entry | {"done": entry["state"] == "completed" or (name == "gloo" and entry["retired"])}
         for name, trace in _traces().items()

@@ -1,4 +1,4 @@
-"""Forecast a step on GPUs while the ranks start, and compare it with their measurements."""
+"""Forecast a step on GPUs while the ranks start, and compare the forecast with their measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measured(config: Config) -> list[str]:
 class Forecast:
     """A low-priority process that computes and reports a forecast.
 
-    It ends with this process. ``earlier`` is the result of :func:`measured` before the ranks started."""
+    The process ends with this one. ``earlier`` is the result of :func:`measured` before the ranks started."""
 
     def __init__(self, argv: Sequence[str], world_size: int, *, earlier: Sequence[str] = ()):
         self._earlier = frozenset(earlier)
@@ -58,8 +58,8 @@ class Forecast:
 
 
 def _compare(config: Config, since: float, earlier: frozenset[str]) -> None:
-    """Compare the forecast with lines written after ``since`` that are not in ``earlier``. Older lines belong
-    to another run in the folder, or to an earlier start of this run."""
+    """Compare the forecast with the lines that were written after ``since`` and are not in ``earlier``. Older
+    lines belong to another run in the folder, or to an earlier start of this run."""
     file = forecast_file(config)
     try:
         if min(file.stat().st_mtime, metrics_file(config).stat().st_mtime) < since:

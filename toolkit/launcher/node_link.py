@@ -1,4 +1,4 @@
-"""Messages between the launchers of several nodes, as lines of JSON, and the network interface they use."""
+"""Messages between the launchers of several nodes, as lines of JSON, and their network interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 class Link:
     """A connection to another launcher, which counts as lost after ``timeout`` seconds of silence.
 
-    A separate thread sends, so that a slow link to one node does not delay the caller.
+    A separate thread sends messages, so that a slow link to one node does not delay the caller.
     """
 
     def __init__(self, connection: socket.socket, timeout: float):
@@ -54,7 +54,7 @@ class Link:
         self._socket.settimeout(seconds)
 
     def send(self, kind: str, **values: object) -> None:
-        """Queue a message; it is sent after the earlier ones."""
+        """Queue a message, which is sent after earlier ones."""
         self._outgoing.put(json.dumps({"kind": kind, **values}).encode() + b"\n")
 
     def receive(self) -> Message:

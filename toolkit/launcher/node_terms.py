@@ -14,10 +14,10 @@ from toolkit.launcher.supervisor import Launch
 class Terms:
     """Conditions of a run of ``least`` to ``most`` nodes; times are in seconds.
 
-    A node must join within ``join_timeout``. If fewer than ``most`` nodes suffice, the others have
-    ``last_call`` from the time that enough have joined. A node that is silent for ``node_timeout`` is lost.
-    After a failure all nodes restart, at most ``restarts`` times in a row without a new checkpoint. Ranks of
-    a failed round have ``ending`` to exit.
+    A node must join within ``join_timeout``. If fewer than ``most`` nodes suffice, the others may join within
+    ``last_call`` after enough nodes have joined. A node is lost if it is silent for ``node_timeout``. After a
+    failure, all nodes restart, at most ``restarts`` times in a row without a new checkpoint. Ranks of a
+    failed round have ``ending`` to exit.
     """
 
     least: int = 1
@@ -34,7 +34,7 @@ class Terms:
 
     @property
     def asked(self) -> str:
-        """The value of NNODES in its normal form."""
+        """The value of NNODES in normal form."""
         return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
 

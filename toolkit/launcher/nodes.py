@@ -1,4 +1,4 @@
-"""One of several nodes: it joins the rendezvous of node 0, starts its ranks on request and reports how they
+"""One of several nodes: it joins the rendezvous on node 0, starts its ranks on request and reports how they
 ended. `toolkit.launcher.rendezvous` decides what happens next."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Member:
         self._shown = ""  # its part that this launcher, not the rank itself, has printed
 
     def take_part(self, address: str, port: int) -> int:
-        """Join the rendezvous at ``address``, and rejoin if node 0 is lost and restarts are allowed; return
+        """Join the rendezvous at ``address``, and rejoin if node 0 is lost and restarts are allowed. Returns
         the exit code.
 
         Raises:
@@ -164,8 +164,8 @@ class Member:
                 return self._left(None, signum)
 
     def _reach(self) -> socket.socket:
-        """Open a connection to node 0. Node 0 itself first tries the public address, so that a second node 0
-        finds the first one, then localhost: the address may not resolve before all machines are up."""
+        """Open a connection to node 0. Node 0 itself first tries the public address, where a second node 0
+        finds the first, then localhost: the public one may not resolve before all machines are up."""
         try:
             return socket.create_connection((self.address, self.port), timeout=5)
         except OSError:
@@ -192,7 +192,7 @@ class Member:
             self.arrived.put({"kind": "lost", "why": str(error), "link": link})
 
     def _signal(self, seconds: float) -> int | None:
-        """Return a signal that requests a stop, if one arrives within ``seconds``."""
+        """Return a signal that requests a stop if one arrives within ``seconds``, else None."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             with suppress(Empty):
@@ -255,8 +255,8 @@ class Member:
         return EXIT_REQUEUE
 
     def _round(self, link: Link, message: Message) -> Message | None:
-        """Run the ranks of a round and report how they ended; return the message with which node 0 ended the
-        round, or the loss of node 0, if any."""
+        """Run the ranks of a round and report how they ended. Returns the message that ended the round, from
+        node 0 or about its loss, if any."""
         launch = replace(
             self.launch, nodes=message["nodes"], node_rank=message["place"], master_port=message["port"]
         )

@@ -1,12 +1,12 @@
 """The rendezvous of several nodes on node 0: membership, start of rounds, and reaction to failures.
 
 Node 0's launcher listens at MASTER_ADDR:MASTER_PORT. The launchers of all nodes, including its own, connect,
-identify themselves and prepare. They are then asked to start a round: one set of ranks, from start to end.
+identify themselves and prepare. The launchers are then asked to start a round: the life of one set of ranks.
 A round ends when its ranks end, when a rank fails, or when a node is lost because its launcher ended or was
-silent too long. Then every node ends its ranks and reports how they ended. It is asked either to exit, with a
-code that is the same everywhere, or to join the next round.
+silent for too long. Then every node ends its ranks and reports how they ended. Every node is then asked
+either to exit, with the same code everywhere, or to join the next round.
 
-A thread of node 0's launcher does this. It reads all connections from one queue, so no locks are needed.
+All of this runs in one thread, which reads all connections from one queue, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FINAL = (EXIT_CONFIG, EXIT_DATA)  # codes of mistakes that a restart would repea
 @dataclass
 class Node:
     """A launcher that has joined. ``place`` in messages is its node rank in the round; ``outcome`` describes
-    how its ranks ended, and its ``own`` the rank that failed on its own."""
+    how its ranks ended, and contains as ``own`` the rank that failed on its own."""
 
     number: int
     host: str
@@ -96,7 +96,7 @@ class Rendezvous:
     # Connections
 
     def listen(self, port: int) -> int:
-        """Start to listen on ``port``, or on a free port for 0; return the port.
+        """Start to listen on ``port``, or on a free port if it is 0; return the port.
 
         Raises:
             OSError: the port is not available.
@@ -109,7 +109,7 @@ class Rendezvous:
         return int(listener.getsockname()[1])
 
     def close(self) -> None:
-        """Wait until all nodes have read their last messages; end immediately if node 0 never joined."""
+        """Wait until all nodes have read their last messages; return at once if node 0 never joined."""
         self._given_up = self._awaited
         self.thread.join(timeout=2 * FAREWELL_SECONDS)
 
@@ -145,7 +145,7 @@ class Rendezvous:
                 link.close()
 
     def _part(self) -> None:
-        """Let all nodes read their last messages."""
+        """Give all nodes time to read their last messages."""
         waiting = [node.link for node in self.nodes.values()] + self._strangers
         for link in waiting:
             link.finish()
@@ -283,7 +283,7 @@ class Rendezvous:
                 self._grow()
 
     def _most_that_fit(self, count: int) -> int:
-        """Return how many of ``count`` nodes can train; 0 if they are too few."""
+        """Return the largest number of nodes, up to ``count``, that can train; 0 if there is none."""
         sizes = range(count, self.terms.least - 1, -1)
         return next((size for size in sizes if self.fits(size) is not None), 0)
 
@@ -393,7 +393,7 @@ class Rendezvous:
         self._again(playing, f"{cause}\nall start again from the newest checkpoint, step {max(newest, 0)}")
 
     def _stopped(self, playing: Sequence[Node], signalled: Mapping[int, str]) -> None:
-        """After a save, let nodes that received a signal leave; the others continue if the terms allow it."""
+        """After a save, let nodes that received a signal leave; the rest continue if the terms allow it."""
         staying = [node for node in playing if node.number not in signalled]
         if self._paused or (signalled and self.terms.elastic):
             left = len(self.nodes) - len(signalled)

@@ -1,4 +1,4 @@
-"""Requests to save and stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, and the run's time limit. Imports no torch."""
+"""Requests to save and stop, by SIGTERM, SIGINT, SIGUSR1, SIGHUP or the time limit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class StopRequest:
     """Records the first signal, or that ``deadline`` is near; the step in progress continues.
 
     A signal may reach a single rank, so this is only this rank's request: the ranks agree on it inside a step
-    (see `toolkit.train_step`). Schedulers and launchers send a signal several times, so repeats are ignored,
-    except a SIGINT some seconds later: it comes from a user who does not want to wait.
+    (see `toolkit.train_step`). Schedulers and launchers send a signal several times. Repeats are therefore
+    ignored, except a SIGINT some seconds later, which comes from a user who does not want to wait.
     """
 
     def __init__(self, deadline: Deadline) -> None:
@@ -81,8 +81,8 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def release(self) -> None:
-        """Restore the previous signal handlers. If the run was asked to stop, repeated scheduler signals
-        remain ignored while it ends."""
+        """Restore the previous signal handlers. If the run was asked to stop, repeated signals of the
+        scheduler remain ignored while the run ends."""
         ending = self.asked
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if ending and number != signal.SIGINT else handler)

@@ -17,10 +17,10 @@ def supervise(command: Sequence[str], launch: Launch, reports: Path | None = Non
 
     Ranks that lose their peers write reports whose paths begin with ``reports``.
 
-    SIGTERM, SIGINT, SIGUSR1 or SIGHUP is forwarded once, and the ranks get ``launch.shutdown_timeout``
-    seconds; a SIGINT that arrives ``launch.insist_after`` seconds later ends them at once. Ranks that the
-    signal ends, which happens during startup, have lost nothing: the exit code is 75 too. No rank outlives
-    this call or, on Linux, this process.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP are forwarded once, and the ranks get ``launch.shutdown_timeout``
+    seconds; a SIGINT that arrives ``launch.insist_after`` seconds later ends them at once. The exit code is
+    also 75 if the signal itself ends ranks, which happens during startup, when nothing is lost. No rank
+    outlives this call or, on Linux, this process.
     """
     logs = Path(tempfile.mkdtemp(prefix="toolkit-logs-"))
     watch = Watch(launch, [])

@@ -34,7 +34,7 @@ class Launch:
 
     The output of the global ranks in ``shown`` reaches the terminal. After a signal the ranks have
     ``shutdown_timeout`` to save and exit, unless a SIGINT arrives ``insist_after`` later. Once a rank has
-    failed, its peers have ``peer_grace`` to exit by themselves before they are asked where they are, and
+    failed, its peers have ``peer_grace`` to exit by themselves before they are asked for their location, and
     ``kill_grace`` to answer and exit before SIGKILL.
     """
 
@@ -92,7 +92,7 @@ def _reserved_port(launch: Launch) -> Iterator[int]:
     """Reserve a port on this machine until rank 0 listens on it.
 
     A bound socket that does not listen keeps the port from everyone except a listener that sets SO_REUSEADDR,
-    as torch's TCPStore does. So two runs that start at the same time never choose the same port.
+    as torch's TCPStore does. Therefore two runs that start at the same time never choose the same port.
     """
     if launch.master_port:
         yield launch.master_port
@@ -143,8 +143,8 @@ def _forward_lines(worker: Worker) -> None:
 def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> list[Worker]:
     """Start the ranks of this node, each in its own process group.
 
-    Ctrl-C therefore reaches them once, through the launcher. A single shown rank owns the terminal (a
-    progress bar needs one); several share it line by line; the others write to a file in ``logs``.
+    Ctrl-C therefore reaches them once, through the launcher. A single shown rank owns the terminal, because a
+    progress bar needs one; several shown ranks share it line by line. All others write to a file in ``logs``.
     """
     first = _first_of_rank()
 
@@ -181,8 +181,8 @@ def _start(command: Sequence[str], launch: Launch, port: int, logs: Path) -> lis
 def signals() -> Iterator[SimpleQueue[Any]]:
     """Yield a queue of arriving signals, in order, including SIGCHLD, so that a rank's end interrupts a wait.
 
-    They arrive through a socket: a signal delivered to another thread does not wake the main thread, the only
-    one that runs handlers.
+    Signals arrive through a socket, because a signal delivered to another thread does not wake the main
+    thread, which alone runs handlers.
     """
     arrived: SimpleQueue[Any] = SimpleQueue()
     reader, writer = socket.socketpair()
@@ -270,7 +270,7 @@ class Watch:
 
     @property
     def stopped_early(self) -> bool:
-        """Return whether the stop signal itself ended a rank, which was not yet ready to save on a signal."""
+        """Return whether the stop signal itself ended a rank that was not yet ready to save on a signal."""
         failed = [worker for worker in self.ended if worker.process.returncode not in ENDED_WELL]
         return bool(self.stopped_by and failed) and failed[0].process.returncode == -self.stopped_by
 
@@ -304,8 +304,8 @@ def _is_stopped(pid: int) -> bool:
 def exit_code(codes: Sequence[int]) -> int:
     """Return the launch's exit code for the ranks' ``codes``, in the order in which they ended.
 
-    A rank that reports a user's mistake (2, 3) outranks peers that merely lost it; otherwise the first
-    failure counts, a signal as 1; then 75; then 0.
+    A rank that reports a user's mistake (2, 3) takes precedence over peers that merely lost it; otherwise the
+    first failure counts, a signal as 1; then 75; then 0.
     """
     failures = [code for code in codes if code not in ENDED_WELL]
     named = [code for code in failures if code in (EXIT_CONFIG, EXIT_DATA)]

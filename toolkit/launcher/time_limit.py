@@ -14,7 +14,7 @@ RESERVE = 60.0
 class Deadline:
     """The earlier of ``minutes`` from now and the end of the Slurm job; never, without either.
 
-    ``clock`` is monotonic; ``time_of_day``, in which Slurm gives its end time, may not be.
+    ``clock`` is monotonic; ``time_of_day``, the clock of Slurm's end time, may not be.
     """
 
     def __init__(
@@ -43,5 +43,5 @@ class Deadline:
         self._last, self._longest = now, max(self._longest, now - self._last)
 
     def near(self) -> bool:
-        """Return whether another lap and a save, allowed twice the longest so far, might end too late."""
+        """Return whether another lap and a save might end too late, allowing twice the longest lap so far."""
         return self._clock() + 2 * self._longest + self._reserve > self._end

@@ -75,8 +75,8 @@ def _duration(seconds: float) -> str:
 
 
 class Console:
-    """Prints lines above a progress bar with the remaining time; without a terminal, prints the remaining
-    time once."""
+    """Prints lines above a progress bar with the remaining time; without a terminal, reports that time
+    once."""
 
     def __init__(self, total_steps: int, *, resume_step: int = 0, color: bool = True):
         terminal = sys.stdout.isatty()

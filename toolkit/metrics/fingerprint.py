@@ -1,7 +1,7 @@
 """Fingerprints of tensors: 64 bits each that do not depend on how ranks shard them.
 
 The fingerprint of a tensor is the sum, modulo 2^64, of a hash of each element's bits and its index in the
-whole tensor. So it is the same on any mesh, and changes with any single bit.
+whole tensor. Therefore it is the same on any mesh, and changes with any single bit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB
 
 
 class Fingerprints(StepHook):
-    """Writes fingerprints of gradients, before clipping, and of weights and optimizer state after the update,
-    every ``every`` steps, into ``fingerprints.jsonl``. The step calls :meth:`take_gradients`."""
+    """Writes fingerprints of gradients before clipping, and of weights and optimizer state after the update,
+    to ``fingerprints.jsonl`` every ``every`` steps. The step calls :meth:`take_gradients`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _part(tensor: Tensor) -> int:
-    """Return this rank's part of the sum; of several equal copies, one counts."""
+    """Return this rank's part of the sum; among equal copies, only one counts."""
     if isinstance(tensor, DTensor):
         ranks = tensor.device_mesh.get_coordinate() or ()
         if any(it.is_replicate() and rank for it, rank in zip(tensor.placements, ranks, strict=True)):

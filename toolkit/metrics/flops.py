@@ -1,9 +1,9 @@
 """Model FLOPs per token and peak FLOP/s of devices, from which ``speed.py`` computes MFU. Imports no torch.
 
-As in PaLM and torchtitan: 6 per parameter outside the embedding table that computes the token (of experts,
-the chosen ones), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not. The
-head dim is the mean of the keys' and the values'. A sliding window shorter than the sequence replaces the
-sequence length, and so does the mean chunk. Recomputation for activation checkpointing does not count.
+As in PaLM and torchtitan: 6 FLOPs per parameter that computes the token (of experts, the chosen ones; not the
+embedding table), plus 12 · layers · heads · head dim · sequence length for full attention, masked or not. The
+head dim is the mean of those of keys and values. A sliding window shorter than the sequence, or the mean
+chunk, replaces the sequence length. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from toolkit.models.parameters import head_parameters, table
 def flops_per_token(args: ModelArgs, *, seq_len: int, causal: bool = False) -> float:
     """Return the FLOPs per token of forward and backward.
 
-    ``causal`` counts only unmasked attention (half of it, without a window), as some systems report it. A
-    tied head counts like an untied one, because its matmul is the same.
+    ``causal`` counts only unmasked attention (half of it, without a window), as some systems do. A tied head
+    counts like an untied one, because its matmul is the same.
     """
     parameters = table(args).active_in_blocks + args.dim + head_parameters(args)
     squares = (attention_flops(args, layer, seq_len, causal) for layer in range(args.n_layers))
@@ -75,7 +75,7 @@ OTHERS = re.compile(r"\b(laptop|mobile|max-q|ti|d|super|mig)\b", re.IGNORECASE)
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     """Return the peak FLOP/s of a device by the driver's name for it, or None if unknown.
 
-    It is known only for bfloat16: the peak of fp32 matmuls depends on whether TF32 is allowed.
+    The value is known only for bfloat16: the peak of fp32 matmuls depends on whether TF32 is allowed.
     """
     if dtype != "bfloat16" or OTHERS.search(device_name):
         return None

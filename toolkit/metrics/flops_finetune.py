@@ -1,4 +1,4 @@
-"""Model FLOPs per token of a run, which may train only part of the model, for MFU. Imports no torch."""
+"""Model FLOPs per token, for the MFU of a run that may train only part of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     trained.
 
     Per parameter: 2 in forward, 2 for the gradient of its module's input if the input requires one, and 2 for
-    its own gradient if it is trained. Adapter parameters do not count. DPO adds the forward of its reference
-    model, unless it is stored; KTO adds those of mismatched answers.
+    its own gradient if it is trained. Adapter parameters do not count. DPO adds the forward pass of its
+    reference model, unless that is stored; KTO adds those of mismatched answers.
     """
     rows, trained = table(args), trained_names(all_shapes(args, options), args, options)
     modules = {name.rpartition(".")[0] for name in trained}
@@ -56,8 +56,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
 def _input_gradients(
     block: list[ParameterRow], prefix: str, trained: set[str], *, before: bool
 ) -> dict[str, bool]:
-    """Map each module of a block to whether its input requires a gradient: ``before`` for the block's own
-    input, otherwise whether a module in ``trained`` precedes it."""
+    """Map each module of a block to whether its input requires a gradient. For the block's own input, this is
+    ``before``; otherwise, it is whether a module in ``trained`` precedes the module."""
     reads = {row.module: row.reads for row in block}
 
     def input_requires_grad(module: str) -> bool:

@@ -11,8 +11,8 @@ _FACTOR = 4.0
 
 
 def heat_map(values_RC: np.ndarray) -> np.ndarray:
-    """Draw nonnegative values, a row of cells for each row: (H, W, 3) bytes. Colors follow the logarithm of
-    a value."""
+    """Draw a heat map of nonnegative values as (H, W, 3) bytes, with one row of cells per row. Colors follow
+    the logarithm of a value."""
     floor = np.maximum(values_RC, 1 / _FACTOR)
     above_RC = np.clip(np.log(floor) / np.log(_FACTOR), -1, 1)
     fading_RC = 1 - np.abs(above_RC)

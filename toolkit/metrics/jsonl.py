@@ -16,10 +16,10 @@ FINGERPRINTS = "fingerprints.jsonl"
 
 
 class JsonLines:
-    """Appends records to ``path``, each on disk when :meth:`write` returns.
+    """Appends records to ``path``; each is on disk when :meth:`write` returns.
 
-    A run that resumes after ``resume_step`` continues the file and drops lines of later steps, which it will
-    write again. A run that starts at 0 creates a new file and renames an old one to
+    A run that resumes after ``resume_step`` continues the file and drops lines of later steps, because it
+    will write them again. A run that starts at 0 creates a new file and renames an old one to
     ``<stem>.previous.jsonl``. A run that writes no record leaves the file unchanged.
     """
 

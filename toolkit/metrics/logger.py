@@ -28,11 +28,11 @@ _CONSOLE_LOST = "console_lost"
 class MetricLogger:
     """Logs the metrics of a run into ``folder``.
 
-    Rank 0 prints, and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. Other ranks write nothing, or with
-    ``save_for_all_ranks`` write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/``. ``resume_step`` is
-    the step of the loaded checkpoint, 0 for a new run; later records in the files are dropped. A new run
-    renames old files of ranks for which it writes none. ``config_text`` is written to TensorBoard, and
-    ``config`` is sent to the trackers of ``enable_wandb`` and ``report_to``.
+    Rank 0 prints, and writes ``metrics.jsonl`` and ``<save_tb_folder>/``. With ``save_for_all_ranks``, other
+    ranks write ``metrics.rank-N.jsonl`` and ``<save_tb_folder>/rank-N/``; otherwise they write nothing.
+    ``resume_step`` is the step of the loaded checkpoint, 0 for a new run; later records in the files are
+    dropped. A new run renames old files of ranks that write none now. ``config_text`` is written to
+    TensorBoard, and ``config`` is sent to the trackers of ``enable_wandb`` and ``report_to``.
 
     A file that cannot be written never stops the run and is reported once. A lost console is reported as
     "console_lost" in the next record of ``metrics.jsonl``.
@@ -107,7 +107,7 @@ class MetricLogger:
             tracker.write(step, values)
 
     def draw(self, step: int, key: str, values_RC: np.ndarray) -> None:
-        """Show a table of values, of which 1 is neutral, as a heat map in TensorBoard."""
+        """Show a table of values as a heat map in TensorBoard; the neutral value is 1."""
         if (tensorboard := self._tensorboard) is not None:
             self._attempt(_TENSORBOARD, lambda: tensorboard.draw(step, key, values_RC))
 

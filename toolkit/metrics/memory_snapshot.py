@@ -18,8 +18,8 @@ class MemorySnapshots:
     """Writes each rank's allocations with their stacks, every ``freq`` steps and on out-of-memory errors.
 
     View the files, ``<folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``, at
-    https://pytorch.org/memory_viz. On an out-of-memory error the folder is ``iteration_<step>_exit``, with
-    the last completed step. CUDA only: torch does not record such a history on the CPU.
+    https://pytorch.org/memory_viz. After an out-of-memory error, the folder is ``iteration_<step>_exit``,
+    with the last completed step. CUDA only: torch does not record such a history on the CPU.
     """
 
     def __init__(self, folder: Path, *, freq: int, rank: int):

@@ -23,8 +23,8 @@ class StepProfiler:
 
     Each rank writes ``<folder>/iteration_<step>/rank<rank>_trace.json`` (for chrome://tracing or
     ui.perfetto.dev); rank 0 also reports how the step time is spent. An incomplete trace at the end of the
-    run is dropped. Steps count from ``first_step``, and again after a rollback, so that a resumed run traces
-    the same steps.
+    run is dropped. Steps are counted from ``first_step``, and again after a rollback, so that a resumed run
+    traces the same steps.
     """
 
     def __init__(

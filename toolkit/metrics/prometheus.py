@@ -17,10 +17,10 @@ PREFIX = "llama_toolkit_"
 
 
 class PrometheusFile:
-    """Rewrites ``path`` with one gauge per key of ``metrics.jsonl``, which has the key's latest value.
+    """Rewrites ``path`` with one gauge per key of ``metrics.jsonl``, set to the key's latest value.
 
     Gauges are labeled with ``run`` and ``rank``; ``llama_toolkit_time_seconds`` is the time of writing.
-    Non-finite values become NaN; values that are no longer logged stay.
+    Non-finite values become NaN; values that are no longer logged are kept.
     """
 
     def __init__(self, path: Path, *, run: str, rank: int):

@@ -30,7 +30,7 @@ def summary(
 ) -> str:
     """Return one line per result of the logged ``history``.
 
-    A run that ``resumed`` from a step began with ``first_loss``, which its history does not contain.
+    A run that ``resumed`` from a step started with ``first_loss``, which its history does not contain.
     ``trained`` describes the trained part of the model in a fine-tuning run, for which peak memory is
     reported too. The perplexity is included if the loss is a mean ``of_tokens``. Skipped batches do not
     count.

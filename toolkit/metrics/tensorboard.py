@@ -35,7 +35,7 @@ class TensorBoard:
         writer.flush()
 
     def draw(self, step: int, key: str, values_RC: np.ndarray) -> None:
-        """Add a heat map of values, of which 1 is neutral."""
+        """Add a heat map of values; the neutral value is 1."""
         writer = self._open()
         writer.add_image(tag(key), heat_map(values_RC), step, dataformats="HWC")
         writer.flush()

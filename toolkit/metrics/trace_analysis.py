@@ -1,9 +1,9 @@
 """Split the time of a profiled step by part, from a torch.profiler trace. Imports no torch.
 
-Every instant of a step belongs to one part, so the parts add up to its wall time. On CUDA it is the part of
-the running kernel, found from the operator that launched it; without kernels, the part of the innermost
-operator on the training thread. Communication counts only while no computation runs; its total is reported
-separately. The rest is waiting for data, or host time.
+Every instant of a step belongs to one part, so the parts add up to its wall time. On CUDA, it is the part of
+the running kernel, derived from the operator that launched the kernel; without kernels, it is the part of the
+innermost operator on the training thread. Communication counts only while no computation runs; its total is
+reported separately. The rest is host time, or waiting for data.
 
 The matmul of the output head counts as `linear`; `loss` is log-softmax, the selection of the label's entry,
 and their backward. Communication includes packing and waiting for slower ranks.

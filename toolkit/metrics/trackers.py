@@ -22,8 +22,8 @@ class Tracker(ABC):
     """Sends the metrics of a run to a service.
 
     A resumed run continues the service's run, whose ID is in a file in the run folder; some steps are sent
-    again, with equal values. A failure is reported once through ``say`` and stops this tracker, not the
-    training. If every rank logs, each has its own run, whose name ends in ``rank``.
+    again, with equal values. A failure is reported once through ``say``, and stops this tracker but not the
+    training. If every rank logs, each has a separate run, whose name ends in ``rank``.
 
     Attributes:
         title: name of the service in messages.
@@ -56,8 +56,8 @@ class Tracker(ABC):
         self._attempt(begin)
 
     def name(self, chosen: str | None) -> str:
-        """Return the name of the run: ``chosen`` or the folder's name, with the rank appended if each rank
-        has a run."""
+        """Return the name of the run, ``chosen`` or the folder's, with the rank appended if each rank has a
+        run."""
         base = chosen or self.folder.absolute().name
         return base if self.rank is None else f"{base}-rank-{self.rank}"
 
@@ -96,7 +96,7 @@ class WandB(Tracker):
     """Weights & Biases.
 
     As in torchtitan, WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME select the run. Runs of ranks are in one
-    group: WANDB_RUN_GROUP, else the name or the folder. wandb keeps the first values of a step.
+    group, named by WANDB_RUN_GROUP, else after the run or the folder. wandb keeps the first values of a step.
     """
 
     title, id_file = "Weights & Biases", "wandb_run_id"

@@ -3,7 +3,7 @@
 ``model.name`` and ``model.flavor`` select a preset. If neither is set, the architecture comes from the
 Hugging Face folder that the run starts from (``checkpoint.initial_load_in_hf``), else from the config.json in
 ``model.hf_assets_path`` if there is one, else from the preset llama3 debugmodel. ``model.*`` keys override
-any of them.
+single hyperparameters in all three cases.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """AdamW with 8-bit moments: "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
 
-Each block of 256 elements of a row stores its largest magnitude in fp32 and, for each element, the nearest of
-256 fractions of it, which are denser near 0: 2.03 bytes per parameter instead of 8. Updates are computed in
-at least fp32, then the moments are quantized.
+Each block of 256 elements of a row stores its largest magnitude in fp32. Each element is stored as the
+nearest of 256 fractions of that, which are denser near 0: 2.03 bytes per parameter instead of 8. Updates are
+computed in at least fp32, then the moments are quantized.
 
 Blocks are aligned to the rows of the full matrix. Shards contain whole blocks, and codes and scales are
-sharded like the parameter, so the results are the same on any mesh, and a checkpoint can be resumed on any
-other. (torchao decides by the size of a shard which moments have 8 bits, so its checkpoints are tied to one
+sharded like the parameter. Results are therefore the same on any mesh, and a checkpoint can be resumed on any
+other. (torchao chooses the moments with 8 bits by the size of a shard, so its checkpoints are tied to one
 mesh; bitsandbytes does not support DTensor.) Moments of vectors, of small matrices, and of rows that are not
 multiples of 256 have the parameter's dtype.
 """
@@ -135,8 +135,8 @@ _step = Fused("adamw_8bit", _step_rows, dynamic=True)
 
 @cached_tensors
 def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a scalar tensor, because a compiled function would be recompiled for each Python number. It is
-    filled on the device, because a copy from the host would synchronize."""
+    """Return a scalar tensor, because a compiled function would be recompiled for each Python number. The
+    tensor is filled on the device, because a copy from the host would synchronize."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -178,12 +178,12 @@ Map = tuple[Tensor, Tensor, Tensor]
 
 @cached_tensors
 def _map(moment: str, dtype: torch.dtype, device: torch.device) -> Map:
-    """Return three tensors: the sorted fractions of the 256 codes; the bounds from which the next code is
-    nearer; and a table from the upper 16 bits of an fp32 value to the code of the least value with these
-    bits, which is the value's own code or the one before it.
+    """Return three tensors: the sorted fractions of the 256 codes; the bounds above which the next code is
+    nearer; and a table from the upper 16 bits of an fp32 value to the code of the smallest value with these
+    bits. That code is the value's own or the one before it.
 
-    Each of seven powers of ten has evenly spaced fractions, twice as many as the next lower one, and half as
-    many if signed; 0 and 1 complete the 256.
+    Each of seven powers of ten has evenly spaced fractions, twice as many as the next lower power, and half
+    as many if signed; 0 and 1 complete the 256.
     """
     signed = moment == "exp_avg"
     fractions = [0.0, 1.0]

@@ -1,9 +1,10 @@
 """An exponential moving average (EMA) of the trained weights, in at least fp32, sharded like them.
 
-It begins as a copy of the weights before the first step; after each update it moves towards them by
-1 - decay, like torch.optim.swa_utils.get_ema_multi_avg_fn. Its tensors are part of the optimizer's
-(:func:`toolkit.optim.optimizer_state.optimizer_tensors`), so that checkpoints, forecasts of memory and
-fingerprints have them.
+The average starts as a copy of the weights before the first step. After each update it moves towards the
+weights by 1
+- decay, like torch.optim.swa_utils.get_ema_multi_avg_fn. Its tensors are part of the optimizer's
+(:func:`toolkit.optim.optimizer_state.optimizer_tensors`), so that checkpoints, memory estimates and
+fingerprints include them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from toolkit.distributed.dtensor import local
 
 
 class WeightAverage:
-    """The EMA of the ``parameters`` that are trained."""
+    """The EMA of ``parameters``, those that are trained."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float):
         self.decay = decay
@@ -32,13 +33,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Copy the weights, after they are loaded from elsewhere."""
+        """Copy the weights, after they were loaded from elsewhere."""
         for parameter, average in self.averages.items():
             local(average).copy_(local(parameter))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the weights, after an update."""
+        """Move the average towards the updated weights."""
         for parameter, average in self.averages.items():
             shard = local(average)
             shard.lerp_(local(parameter).to(shard.dtype), 1 - self.decay)

@@ -2,7 +2,7 @@
 
 Every rank sums the squares of its local gradients in fp64, each divided by the number of ranks with the same
 values (the replicate dimensions of its DTensor). One all-reduce over the world then counts every element
-once. Nothing synchronizes with the device. torch's ``clip_grad_norm_`` reduces per mesh and per tensor; this
+once. The device is not synchronized. torch's ``clip_grad_norm_`` reduces per mesh and per tensor; this
 function reduces one scalar, and the layout affects it only by fp64 rounding.
 """
 

@@ -1,6 +1,6 @@
 """Learning rate and weight decay of each parameter, by its name. Imports no torch.
 
-Three settings combine: ``optimizer.groups``, of which the first whose patterns match applies; a decay of the
+The settings are ``optimizer.groups``, of which the first with a matching pattern applies; a decay of the
 learning rate with the distance from the head (``layer_lr_decay``; ELECTRA, arXiv:2003.10555, appendix A); and
 LoRA+ (``loraplus_lr_ratio``; arXiv:2402.12354). The schedule multiplies all rates by the same factor.
 """
@@ -63,7 +63,7 @@ def _distance(name: str, n_layers: int | None) -> int:
 
 
 class GroupSummary(NamedTuple):
-    """The parameters with one label, and the least and largest of their options."""
+    """The parameters with one label, and the smallest and largest of their options."""
 
     label: str
     elements: int

@@ -10,10 +10,10 @@ Linear warmup, a stable phase, then decay, with the values of torchtitan 0.2::
 
 A decay ratio below 1 is WSD (warmup, stable, decay). "constant" stays at the peak. "step" multiplies by
 ``gamma`` every ``step_size`` steps, like torch's StepLR; steps are counted from the start of the run,
-including warmup. job.custom_import can register others.
+including warmup. job.custom_import can register other schedules.
 
-Hugging Face's schedules begin warmup at 0, so the first update has no effect. This schedule, like
-torchtitan's, is one step ahead until warmup ends, and equal afterwards.
+Hugging Face's schedules begin warmup at 0, so the first update has no effect. Like torchtitan's, this
+schedule is one step ahead until warmup ends, and equal afterwards.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def learning_rate(
     """Return the learning rate of the update after ``step`` finished steps (0 for the first update).
 
     The schedule covers the run's ``total_steps``, unless the options set another length. ``decay_ratio`` is
-    the fraction of ``total_steps`` with decay; None decays right after warmup. A warmup longer than the run
-    is shortened, and so is a decay longer than the remaining steps. The schedule has one step more than the
+    the fraction of ``total_steps`` with decay; None means that decay follows warmup. A warmup longer than the
+    run, or a decay longer than the remaining steps, is shortened. The schedule has one step more than the
     run, so that the last update still has an effect; beyond ``total_steps`` the rate stays at ``lr *
     min_lr_factor``.
 
-    An epoch can have a fractional number of steps: with 12.5, the rate changes at the fourteenth step.
+    Epochs can have a fractional number of steps: with 12.5, the rate changes at the fourteenth step.
     """
     total_steps = options.total_steps or total_steps
     warmup = warmup_length(options, total_steps)

@@ -4,10 +4,10 @@ https://kellerjordan.github.io/posts/muon.
 The update of a matrix is its momentum, orthogonalized by five Newton-Schulz iterations, which need the full
 matrix. A stack of experts is one matrix per expert. With FSDP, replication, tensor or expert parallelism, one
 rank owns each matrix: an all-to-all gathers the shards on the owner, and another returns the shards of the
-update. Ownership is balanced by cost, and no work is duplicated; experts that a rank stores whole are its
-own, where that is balanced. Communication and iterations use bfloat16, as in torch.optim.Muon: a rank sends
-about 4 bytes per step for each element that it stores, fewer with replicas. fp64 stays fp64, so that a layout
-can be compared with a single process.
+update. Ownership is balanced by cost, and no work is duplicated. If balance permits, a rank owns the experts
+that it stores whole. Communication and iterations use bfloat16, as in torch.optim.Muon: a rank sends about 4
+bytes per step for each element that it stores, fewer with replicas. fp64 is kept, so that a layout can be
+compared with a single process.
 
 Momentum is sharded like its parameter, so a checkpoint can be resumed on any mesh.
 """
@@ -69,9 +69,9 @@ class Matrix:
 class DistributedMuon(Optimizer):
     """torch.optim.Muon over ``groups`` of matrices, plain or DTensors, and AdamW over ``rest``.
 
-    ``mesh`` is None for plain parameters; otherwise meshes of all parameters have its ranks in its order.
-    Construction and steps are collective over the mesh. Groups have the keys of torch.optim.Muon's groups,
-    except ``ns_coefficients`` and ``eps``.
+    ``mesh`` is None for plain parameters; otherwise the meshes of all parameters have its ranks, in the same
+    order. Construction and steps are collective over the mesh. Groups have the keys of torch.optim.Muon's
+    groups, except ``ns_coefficients`` and ``eps``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rest: AdamW, mesh: DeviceMesh | None):
@@ -170,8 +170,8 @@ def _exchange(
     receives: Sequence[tuple[int, int]],
     like: Tensor,
 ) -> Sequence[Tensor]:
-    """Exchange tensors in one all-to-all: ``sends`` are (target, tensor) and ``receives`` (source, size),
-    both sorted by rank. Returns the received tensors, flat, with the dtype and device of ``like``."""
+    """Exchange tensors in one all-to-all, where ``sends`` are (target, tensor) and ``receives`` (source,
+    size), both sorted by rank. Returns the received tensors, flat, with the dtype and device of ``like``."""
     sent = torch.cat([like, *(tensor.reshape(-1) for _, tensor in sends)])
     sizes = [size for _, size in receives]
     if group is None:
@@ -215,7 +215,7 @@ def _assign_owners(
     groups: Iterable[dict[str, Any]], mesh: DeviceMesh | None, rank: int
 ) -> list[list[Matrix]]:
     """Assign each matrix, stacks first and then in order of decreasing cost, to the rank with the least work
-    so far; of several, to one that stores it whole. Returns buckets, each sorted by owner."""
+    so far; among several, to one that stores the whole matrix. Returns buckets, each sorted by owner."""
     ranks = mesh.size() if mesh is not None else 1
     work, elements = ([0] * ranks for _ in range(2))
     buckets: dict[int, list[Matrix]] = defaultdict(list)
@@ -266,7 +266,7 @@ def _chunks(
 
 
 def _within(experts: slice, first: int, count: int) -> slice:
-    """Return which ones of ``count`` experts from ``first`` on are among ``experts``."""
+    """Return the experts in ``experts`` among the ``count`` experts from ``first`` on."""
     start, stop = (min(max(it - first, 0), count) for it in (experts.start, experts.stop))
     return slice(start, stop)
 

@@ -28,9 +28,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 
 
 class _LocalAdam(torch.optim.Adam):
-    """torch's Adam with kernels that get the local shards of DTensors: gradients are sharded like their
-    parameters, and the update is elementwise. torch's dispatch of hundreds of DTensors takes about a second
-    in the first step and milliseconds in every other step."""
+    """torch's Adam with kernels that operate on the local shards of DTensors. Shards suffice because
+    gradients are sharded like their parameters and the update is elementwise. torch's dispatch of hundreds of
+    DTensors takes about a second in the first step and milliseconds in every other."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex = init_adam_group(self, group, *lists)
@@ -40,11 +40,11 @@ class _LocalAdam(torch.optim.Adam):
 
 
 class Adam(_LocalAdam):
-    """Adds weight decay to the gradient, and so to the moments (L2)."""
+    """Adds weight decay to the gradient, and thereby to the moments (L2 regularization)."""
 
 
 class AdamW(_LocalAdam, torch.optim.AdamW):
-    """Decays the weights directly."""
+    """Decays the weights directly, not through the gradient."""
 
 
 OPTIMIZERS: dict[str, type[_LocalAdam]] = {"AdamW": AdamW, "Adam": Adam}
@@ -57,8 +57,8 @@ BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon
 
 
 def parameter_groups(parameters: NamedParameters, config: Config) -> list[dict]:
-    """Build a group of the trainable parameters for each learning rate and weight decay; one empty group if
-    nothing is trainable.
+    """Build one group of trainable parameters per learning rate and weight decay; one empty group if nothing
+    is trainable.
 
     Before each step, ``lr`` of a group is set to the schedule's learning rate times its ``lr_ratio``.
 
@@ -81,7 +81,7 @@ def parameter_groups(parameters: NamedParameters, config: Config) -> list[dict]:
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Set the rates of all groups for a step in which the schedule's learning rate is ``learning_rate``."""
+    """Set the learning rates of all groups for a step, given that of the schedule."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
 
@@ -92,7 +92,7 @@ def build_optimizer(parameters: NamedParameters, config: Config, *, n_layers: in
     ``implementation`` selects torch's "for-loop", "foreach" or "fused" kernels, which differ only in speed
     and rounding. ``early_step_in_backward`` updates in backward
     (:class:`toolkit.optim.optimizer_in_backward.StepInBackward`). ``n_layers``, the number of blocks of the
-    whole model, overrides ``model.n_layers``, for ``layer_lr_decay``.
+    whole model, overrides ``model.n_layers`` for ``layer_lr_decay``.
 
     Raises:
         ValueError: torch rejects an option, or ``layer_lr_decay`` is set without a number of blocks.

@@ -1,9 +1,9 @@
-"""Optimizer step in backward: each parameter is updated when its gradient is ready; then the gradient is
+"""Optimizer step in backward: each parameter is updated when its gradient is ready, and the gradient is
 freed.
 
 Sharded gradients, 4 bytes per parameter in fp32, exist for only one FSDP unit at a time. FSDP2 calls a
-parameter's post-accumulate-grad hooks when its reduced gradient shard is ready, on the reduction's stream,
-for which the end of backward waits. A parameter that is used twice, such as a tied embedding, has one
+parameter's post-accumulate-grad hooks when its reduced gradient shard is ready, on the reduction's stream.
+The end of backward waits for that stream. A parameter that is used twice, such as a tied embedding, has one
 gradient and one call.
 
 With replicas, torch 2.13 keeps the reduced gradients of all units until backward ends, so no memory is saved.
@@ -24,7 +24,7 @@ from toolkit.optim.grad_clip import local_square, norm_over_ranks
 class StepInBackward(Optimizer):
     """Wraps ``optimizer`` and updates each parameter in backward, with the same groups and state.
 
-    Every backward is a step, so gradients cannot be accumulated. Parameters are updated before the global
+    Every backward is a step, so gradients cannot be accumulated, and parameters are updated before the global
     norm is known, so gradients cannot be clipped. Set the groups' learning rate before backward.
     """
 

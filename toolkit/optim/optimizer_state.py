@@ -17,9 +17,9 @@ def optimizer_tensors(parameters: NamedParameters, optimizer: Optimizer) -> dict
     """Return the live state of ``optimizer`` as ``optim.<name>.exp_avg``, ``.exp_avg_sq`` and ``.step``.
 
     Moments have the shape and sharding of their parameter; ``step`` is a float32 scalar. Optimizers other
-    than torch's Adam have other names. Writing to the tensors changes the optimizer. Before the first step,
+    than torch's Adam have other names. Writing to these tensors changes the optimizer. Before the first step,
     the state is created exactly as the optimizer would create it, so that a checkpoint can be loaded in place
-    and the resumed run is bit-identical to an uninterrupted one. A moving average of the weights is
+    and the resumed run is bit-identical to an uninterrupted one. The moving average of a weight is
     ``ema.<name>``.
     """
     owner = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}

@@ -70,8 +70,8 @@ def _options_by_parameter(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def _check_first_step(optimizer: Any, wrong: Callable[[str], ConfigError], *, state: bool) -> None:
-    """Make the first step check that it does not change the optimizer's groups; with ``state``, also compare
-    the state of one parameter with its fresh state."""
+    """Wrap the first step to check that it does not change the optimizer's groups; with ``state``, also
+    compare the state of one parameter with its fresh state."""
 
     original_step = optimizer.step
 

@@ -1,4 +1,4 @@
-"""Selection of parameters by optimizers, independent of the mesh: for Muon, and for 8-bit moments."""
+"""Selection of parameters for Muon and for 8-bit moments, independent of the mesh."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Queue the optimizer update on the device before the host knows whether it is valid.
 
 The host needs the loss and gradient norm of a step before it continues. If it queued the update only then,
-the device would idle while the host launches kernels for hundreds of parameters. So the norm is copied to the
-host, the update is queued after the copy, and the host waits only for the copy; it prepares the next batch
-while the device updates. torch's fused kernels can scale gradients, and skip the update if a value is not
-finite, as for GradScaler. On a CPU, where nothing is queued, this saves the pass over all gradients for
-clipping.
+the device would idle while the host launches kernels for hundreds of parameters. Therefore the norm is copied
+to the host, the update is queued after the copy, and the host waits only for the copy. The host prepares the
+next batch while the device updates. torch's fused kernels can scale gradients, and skip the update if a value
+is not finite, as they do for GradScaler. On a CPU, nothing is queued, but clipping needs no separate pass
+over all gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.optim.optimizer import OPTIMIZERS
 def can_update_ahead(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether all parameters are on ``device`` and the optimizer's kernels can skip the update.
 
-    Only torch's and this toolkit's own classes qualify, because the code of a subclass would see unclipped
+    Only classes of torch and of this toolkit qualify, because the code of a subclass would see unclipped
     gradients.
     """
     kind = type(optimizer)

@@ -1,23 +1,23 @@
 """Activation checkpointing: save little of a block's forward and recompute the rest in backward.
 
 Selective mode "matmul" saves the outputs of attention and of all matmuls and recomputes everything between
-them. The extra FLOPs are negligible, and memory is a quarter less than in mode "none" (8B, one row of 8,192
-tokens, by the dry run: 27.1 instead of 36.1 GiB of activations).
-Selective mode "op" decides per operator, by the FLOPs saved per byte of memory. Saving one output element
-avoids 2·K FLOPs for a matmul with inner dimension K, about 2·S for attention over S tokens, and a few for a
-norm, RoPE or SwiGLU. So attention is always saved and elementwise operators never. Matmuls are saved if their
-output is no wider than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per
-key. w1 and w3, which widen, would take another 7 D at a width of 3.5 D, at the lowest FLOPs per byte of all
-matmuls, so they are recomputed: 54% of a block's matmul FLOPs, whereas mode "full" recomputes all matmuls and
-attention. Reduce-scatters are saved too: they cost time, though no FLOPs.
+them. The extra FLOPs are negligible, and activations take a quarter less memory than in mode "none" (27.1
+instead of 36.1 GiB for 8B and one row of 8,192 tokens, by the dry run). Selective mode "op" decides per
+operator, by the FLOPs saved per byte of memory. Saving one output element avoids 2·K FLOPs for a matmul with
+inner dimension K, about 2·S for attention over S tokens, and a few for a norm, RoPE or SwiGLU. Therefore
+attention is always saved and elementwise operators never are. Matmuls are saved if their output is no wider
+than their inner dimension (q, k, v, o, w2): 4.5 D elements per token with 4 queries per key. w1 and w3, which
+widen, would take another 7 D at a width of 3.5 D, and save the fewest FLOPs per byte of all matmuls, so they
+are recomputed. They are 54% of a block's matmul FLOPs; mode "full" recomputes all matmuls and attention.
+Reduce-scatters are saved too: repeating them costs time, though no FLOPs.
 
 Under tensor parallelism the rule applies to a rank's shards: the outputs of w1 and w3 become narrow enough to
 save, and the outputs of wo and w2, whose inner dimension shrinks, are saved after their reduce-scatter.
 All-gathers are never saved: their output is tp times as large as their input. (In eager mode, wo and w2 are
 recomputed although nothing needs them; ``early_stop`` avoids this for w2.)
 
-In every mode, routers choose experts once: recomputed scores that round differently could choose others,
-whose gradients would belong to another forward. Blocks recomputed as a whole keep the choices, 8 bytes each.
+In every mode, routers choose experts only once: recomputed scores, rounded differently, could choose others,
+and gradients would belong to another forward. Blocks recomputed as a whole save the choices (8 bytes each).
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def policy(option: str, context: Any, operator: Any, *args: Any, **kwargs: Any) 
 class _RecomputeMode(CachedDispatchMode):
     """Returns saved outputs only of operators that :func:`policy` may save.
 
-    torch also requires the counts of all other operators to match between the two forwards. They differ if
-    part of a block is an FSDP unit: its hooks all-gather it in one forward, and find it gathered in the
-    other. A split backward recomputes twice, which torch allows only in compiled blocks; a simulation
-    compiles nothing, and computes saved outputs again the second time.
+    torch also requires the counts of all other operators to match between the two forwards. These counts
+    differ if part of a block is an FSDP unit: its hooks all-gather parameters in one forward, and find them
+    gathered in the other. A split backward recomputes twice, which torch allows only in compiled blocks. A
+    simulation compiles nothing, so it computes saved outputs again the second time.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,8 +113,8 @@ class _RecomputeMode(CachedDispatchMode):
 
 
 class _ChooseOnce:
-    """Context of a checkpointed block's first forward and of its recomputations, in which its routers return
-    the choice of the first. Unlike dispatch modes, it costs nothing per operator."""
+    """Context of a checkpointed block's first forward and of its recomputations. In it, routers return the
+    experts chosen first. Unlike dispatch modes, it costs nothing per operator."""
 
     def __init__(self, routers: Sequence[Router]):
         self.kept: list[tuple[Router, list[Tensor]]] = [(router, []) for router in routers]
@@ -148,8 +148,8 @@ def apply_activation_checkpoint(
     """Wrap the blocks in place, before they are ``compiled``. Mode "memory_budget" wraps none: it is a
     compiler setting. The compiler plots the cost of each budget into ``pareto_folder``, if set.
 
-    In a block that is compiled in parts, checkpointing per operator applies within the compiled attention,
-    and what follows is recomputed."""
+    In a block that is compiled in parts, checkpointing per operator applies only within the compiled
+    attention; the rest is recomputed."""
     _set_memory_budget(options, pareto_folder if options.visualize_memory_budget_pareto else None)
     if options.mode in ("none", "memory_budget"):
         return

@@ -31,7 +31,7 @@ def apply_activation_offload(blocks: nn.ModuleDict, *, prefetch: bool = True) ->
 
 class OffloadedInput(ActivationWrapper):
     """A block that saves its first argument on the host. ``previous`` is the preceding block, whose backward
-    comes next."""
+    runs next."""
 
     def __init__(self, block: nn.Module, previous: OffloadedInput | None = None):
         super().__init__(block)

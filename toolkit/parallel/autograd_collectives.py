@@ -1,9 +1,9 @@
 """Differentiable collectives: all-gather and reduce-scatter are each other's backward.
 
-They use torch's functional collectives, which torch.compile traces and can overlap with matmuls. They wait
-immediately: torch 2.13 drops the gradient of a pending collective that enters a compiled block.
+The functions use torch's functional collectives, which torch.compile traces and can overlap with matmuls.
+They wait at once: torch 2.13 drops the gradient of a pending collective that enters a compiled block.
 
-torch gathers and scatters along the first dimension. Another dimension needs a copy, unless all preceding
+torch gathers and scatters along the first dimension; other dimensions need a copy, unless all preceding
 dimensions have size 1 (a single sequence).
 """
 

@@ -1,7 +1,7 @@
 """torch.compile per block: all blocks share one graph, and FSDP's hooks stay outside it.
 
-With expert parallelism, a block with experts is compiled in parts, between which it routes and sends rows
-eagerly: the host reads row counts, and the hooks of the experts' FSDP unit are within the block.
+With expert parallelism, a block with experts is compiled in parts. Between them, rows are routed and sent
+eagerly, because the host reads row counts and the experts' FSDP unit has its hooks within the block.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from toolkit.parallel.activation_checkpoint import parts_of
 def set_cache_folder(folder: Path) -> None:
     """Store compiled code in ``folder``, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    Call before anything is compiled. Ranks and runs can share a folder, because entries are keyed by their
-    source and written by rename.
+    Call this before anything is compiled. Ranks and runs can share a folder, because entries are keyed by
+    their source and written by rename.
     """
     # Importing torch._dynamo sets the variable to torch's default.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
@@ -45,10 +45,10 @@ def set_cache_folder(folder: Path) -> None:
 
 
 def limit_recompilation() -> None:
-    """Allow 64 graphs per function (kinds of blocks, batch shapes, gradients, adapters on or off), then fail.
+    """Allow 64 graphs per function (kinds of blocks, batch shapes, gradients, adapters), then raise an error.
 
-    DPO with validation exceeds torch's limit of 8. So does FlexAttention at several lengths; beyond the limit
-    it silently computes all S x S scores.
+    DPO with validation exceeds torch's limit of 8, as does FlexAttention at several lengths, which then
+    silently computes all S x S scores.
     """
     dynamo_config.recompile_limit = 64
     dynamo_config.fail_on_recompile_limit_hit = True
@@ -56,7 +56,7 @@ def limit_recompilation() -> None:
 
 def allow_split_backward(allow: bool) -> None:
     """Keep the inputs of compiled backwards, for schedules that run each backward twice: for input gradients,
-    then for weight gradients. Call before anything is compiled."""
+    then for weight gradients. Call this before anything is compiled."""
     functorch_config.donated_buffer = not allow
 
 
@@ -64,8 +64,8 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
     """Compile each block, or its parts, and the head's chunked loss function, in place.
 
     Collectives of the group ``async_tp`` are decomposed and overlapped with adjacent matmuls. Shapes are
-    static, except the numbers of rows that are sent to experts: with automatic dynamic shapes, a resumed run
-    could use other kernels.
+    static, because with automatic dynamic shapes a resumed run could use other kernels; only the number of
+    rows sent to experts is dynamic.
     """
     _fuse_collectives(async_tp)
     # Only inductor accepts a mode; other backends reject even the default.
@@ -93,7 +93,7 @@ def apply_compile(model: Decoder, options: Compile, async_tp: dist.ProcessGroup 
 
 
 def _compute(eager: Compute, compiled: Compute, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-    """Compute experts in one graph for any number of rows. torch compiles no rows, and one, as constants."""
+    """Compute experts in one graph for any number of rows; torch compiles 0 and 1 as constants."""
     if len(rows_MD) < 2:
         return eager(rows_MD, counts_E)
     compat.mark_dynamic(rows_MD, 0)

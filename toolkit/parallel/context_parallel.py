@@ -1,13 +1,13 @@
 """Context parallelism: each sequence is sharded over ranks; only attention communicates.
 
 Every rank computes the queries of its tokens and all-gathers keys and values (the method of arXiv:2407.21783,
-section 3.3.2): with grouped heads they are small, and any mask works. The work of causal attention grows with
-the position, so a sequence is split into 2·cp chunks, and rank r takes the r-th chunk from the start and the
-r-th from the end. Without load balancing there are cp chunks, and rank r takes the r-th.
+section 3.3.2). With grouped heads these are small, and any mask works. The work of causal attention grows
+with the position. Each sequence is therefore split into 2·cp chunks, and rank r takes the r-th chunk from the
+start and the r-th from the end. Without load balancing there are cp chunks, and rank r takes the r-th.
 
-A block does one all-gather in forward and one reduce-scatter in backward. Without activation checkpointing,
-the gathered keys and values (2·S·K·E elements per sample and block) are saved for backward; with it, the
-recomputed forward gathers them again.
+Each block runs one all-gather in forward and one reduce-scatter in backward. Without activation
+checkpointing, the gathered keys and values (2·S·K·E elements per sample and block) are saved for backward;
+with it, the recomputed forward gathers them again.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ _KEY = "model.converters"
 
 
 class Converters:
-    """The converters of ``config``. Each has ``convert(model)``. Optional are ``connect(models, mesh)``,
-    called once all stages of this rank are sharded, and ``post_optimizer_hook(models)``, called after each
-    update."""
+    """The converters of ``config``. Each has ``convert(model)``. Optional methods are ``connect(models,
+    mesh)``, called once all stages of this rank are sharded, and ``post_optimizer_hook(models)``, called
+    after each update."""
 
     def __init__(self, config: Config):
         self._all: list[Any] = []

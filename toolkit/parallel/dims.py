@@ -9,9 +9,9 @@ from toolkit.config.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the mesh dimensions, outermost first. ``ep`` ranks, adjacent ones of dp_shard × cp × tp, share
-    the experts of each layer. If ``etp``, 1 or tp, is tp, they are adjacent ones of dp_shard × cp, and tp
-    splits the width of each expert."""
+    """Sizes of the mesh dimensions, outermost first. The experts of each layer are divided over ``ep``
+    adjacent ranks of dp_shard × cp × tp. ``etp`` is 1 or tp. If it is tp, these are ranks of dp_shard × cp,
+    and tp splits the width of each expert."""
 
     pp: int
     dp_replicate: int

@@ -1,11 +1,11 @@
 """NEFTune: uniform noise on the embeddings in training (Jain et al. 2023, arXiv:2310.05914).
 
-An element of a token's embedding gets noise from ±alpha / √(L·D), where L is the number of tokens of the
-token's document: padding and packed neighbors do not count. (transformers and trl use the length of the row.)
+Each element of a token's embedding gets noise within ±alpha / √(L·D), where L is the number of tokens in the
+token's document; padding and packed neighbors do not count. (transformers and trl use the length of the row.)
 
-Noise is a function of the seed, the step, the sample's place in the global batch, and the position in the
-row: each block of positions has a generator of its own, and a rank draws the blocks that it has. So the noise
-is the same on any mesh, and validation, which never calls :meth:`EmbeddingNoise.begin`, has none.
+The noise is a function of the seed, the step, the sample's place in the global batch, and the position in the
+row. Each block of positions has its own generator, and a rank draws only its blocks. The noise is therefore
+the same on any mesh. Validation, which never calls :meth:`EmbeddingNoise.begin`, adds none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = 256
 
 
 class EmbeddingNoise:
-    """A forward hook of the embedding, which is called in the order of the samples.
+    """A forward hook of the embedding; it must be called in the order of the samples.
 
     Attributes:
         step: the current step of the run, set before :meth:`begin`.
@@ -93,7 +93,7 @@ class EmbeddingNoise:
 
 @cache
 def _runs(tokens: int, shards: SequenceShards | None, tp_rank: int, tp: int) -> list[tuple[int, int]]:
-    """Return the ranges of positions of a rank, in rows of which its tp group has ``tokens``."""
+    """Return the ranges of positions on a rank, in rows of which its tp group has ``tokens`` tokens."""
     places = list(range(tokens))
     if shards:
         size = tokens * shards.size // shards.chunks

@@ -75,7 +75,7 @@ class ExpertLoad:
             moe.losses.shares_E = None if counts is None else shares(counts[self.rows[layer]])
 
     def metrics(self, counts: Tensor) -> Tensor:
-        """Return the values of :data:`NAMES` for global ``counts`` (layers, E): (2,), fp64."""
+        """Return the values of :data:`NAMES`, (2,) fp64, for global ``counts`` (layers, E)."""
         self.of_mean = of_mean = shares(counts)
         probabilities = of_mean / self.experts
         entropy = torch.special.entr(probabilities).sum(-1) / math.log(max(self.experts, 2))

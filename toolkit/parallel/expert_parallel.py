@@ -1,14 +1,14 @@
-"""Expert parallelism: each rank of an ep group has some experts of each layer, whole unless tensor
+"""Expert parallelism: each rank of an ep group has some experts of each layer, complete unless tensor
 parallelism splits their width.
 
-Every rank routes its own tokens and sends each row to the rank of its expert, in one all-to-all, and the
-results come back in another (GShard, arXiv:2006.16668). Split sizes follow from the routing: ranks exchange
-their counts first, and the host reads them, the only synchronization of the layer. Hidden states that tensor
-parallelism splits along the sequence are not gathered: its ranks send their own tokens. If it splits experts,
-they are gathered, each of its ranks sends all rows to the rank with the same shard of width, and the sums of
-the shards' outputs are reduce-scattered.
+Every rank routes its own tokens and sends each row to the rank of its expert in one all-to-all; another
+all-to-all returns the results (GShard, arXiv:2006.16668). Split sizes depend on the routing: ranks first
+exchange their counts, which the host reads, the only synchronization of the layer. Hidden states that tensor
+parallelism splits along the sequence are not gathered: its ranks send their own tokens. If tensor parallelism
+also splits experts, hidden states are gathered, each rank sends all rows to the rank with the same shard of
+width, and the summed outputs of the shards are reduce-scattered.
 
-The experts of a rank are sharded by FSDP over the ranks that have the same experts, a mesh of their own.
+FSDP shards a rank's experts over the ranks with the same experts, which form a separate mesh.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def apply_expert_parallel(model: Decoder, mesh: DeviceMesh, *, split_width: bool
 
 
 def exchange_rows(rows_MD: Tensor, counts_E: Tensor, compute: Compute, *, group: dist.ProcessGroup) -> Tensor:
-    """Compute rows (M, D), sorted by expert, on the ranks of their experts; ``counts_E`` are the rows of each
-    expert. Returns the results in the same order."""
+    """Compute rows (M, D), sorted by expert, on the ranks of their experts; ``counts_E`` are the numbers of
+    rows per expert. Returns the results in the same order."""
     ranks = group.size()
     counts_RE = counts_E.view(ranks, -1)  # of each rank's experts
     name = group.group_name
@@ -63,8 +63,7 @@ def exchange_rows(rows_MD: Tensor, counts_E: Tensor, compute: Compute, *, group:
 
 
 def _row_counts(sent_RE: Tensor, received_RE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows to send to and receive from each rank; in a simulation, all ranks send
-    alike."""
+    """Return the numbers of rows to send to and receive from each rank; in a simulation, all are equal."""
     if is_simulated():
         ranks = len(sent_RE)
         sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]

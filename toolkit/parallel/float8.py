@@ -1,13 +1,13 @@
 """float8 matmuls in linear layers (Micikevicius et al. 2022, arXiv:2209.05433).
 
-Forward and backward of a layer have three matmuls. Their operands are cast dynamically, with a scale that
-maps the largest magnitude of a matrix ("tensorwise") or of each row ("rowwise") to the largest float8 value.
-Weights, gradients and optimizer state keep their dtypes. Recipes, casts and kernels are torchao's. Shapes:
-T tokens of a micro-batch, K input features, N output features.
+Forward and backward of a layer have three matmuls. The operands are cast dynamically, with a scale that maps
+the largest magnitude of a matrix ("tensorwise") or of each row ("rowwise") to the largest float8 value.
+Weights, gradients and optimizer state keep their dtypes. Recipes, casts and kernels are torchao's. Shapes: T
+tokens of a micro-batch, K input features, N output features.
 
 A matrix sharded by tensor or context parallelism uses the scales of the full matrix: maxima are reduced over
-its ranks, so that a layer computes the same as on one rank. They are not reduced over data-parallel ranks,
-so activation scales belong to one micro-batch.
+its ranks, so that a layer computes the same values as on one rank. Maxima are not reduced over data-parallel
+ranks, so activation scales belong to one micro-batch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def apply_float8(model: Decoder, options: Options, *, verbose: bool = False) -> 
 
 
 class ShardedFloat8Linear(nn.Linear):
-    """Float8 replacement of ``linear`` with the same weight; scales are those of the full matrices."""
+    """Float8 replacement of ``linear`` with the same weight; its scales are those of the full matrices."""
 
     def __init__(self, linear: nn.Linear, config: Float8LinearConfig):
         nn.Module.__init__(self)
@@ -124,7 +124,7 @@ class ShardedFloat8Linear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
     def reset_scale(self) -> None:
-        """Discard the precomputed scale; the all-gather computes it until the next update."""
+        """Discard the precomputed scale; the all-gather computes the scale until the next update."""
         if all_gather := _float8_all_gather(self):
             all_gather.scale = None
 
@@ -194,7 +194,7 @@ def _cast(
 
 
 def _multiply(a: Tensor, b: Tensor, *, emulate: bool) -> Tensor:
-    """Compute the matmul a b of two float8 matrices, or of two others; emulation uses at least fp32."""
+    """Multiply two float8 matrices, or two of another dtype; emulation uses at least fp32."""
     if not (emulate and isinstance(a, Float8TrainingTensor) and isinstance(b, Float8TrainingTensor)):
         return torch.mm(a, b)
     precise = torch.promote_types(a.dtype, torch.float32)
@@ -243,8 +243,8 @@ class _Float8Matmul(torch.autograd.Function):
 class _Float8AllGather:
     """Casts this rank's shard of ``weight``, a DTensor, so that FSDP2 gathers float8.
 
-    Its methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain tensor.
-    ``groups`` shard the weight.
+    This class's methods become FSDP2's all-gather extensions of the shard, which otherwise stays a plain
+    tensor. ``groups`` shard the weight.
     """
 
     def __init__(self, weight: DTensor, config: Float8LinearConfig, groups: tuple[str, str]):

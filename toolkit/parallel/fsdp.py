@@ -1,8 +1,8 @@
-"""FSDP2: parameters, gradients and optimizer state sharded per unit over the data-parallel ranks.
+"""FSDP2: parameters, gradients and optimizer state are sharded per unit over the data-parallel ranks.
 
 Gradients are *summed* over ranks, never averaged: the loss is already divided by the token count of the
-global batch, so ranks with different token counts are weighted correctly. gloo has no pre-multiplied sum,
-hence both calls in :func:`_sum_gradients`; neither recurses.
+global batch, so ranks with different token counts are weighted correctly. gloo has no pre-multiplied sum, so
+:func:`_sum_gradients` makes both calls for each unit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def apply_fsdp(
 
     ``units`` are in forward order; nested units follow their outer unit. ``mesh`` is 1-D (shard) or 2-D
     (replicate × shard); under expert parallelism, experts are units of their own on ``expert_mesh``. Logits
-    have the policy's ``output_dtype``. ``bitwise`` sums gradients in an order that the mesh does not change.
+    have the policy's ``output_dtype``. ``bitwise`` sums gradients in an order that is the same on any mesh.
     """
     if expert_mesh is not None:
         units = _with_experts(model, units)
@@ -136,8 +136,8 @@ def _ignored_parameters(
     """Return the parameters to exclude from FSDP on one rank, where it would copy each of them twice per
     step.
 
-    They are stored in the compute dtype, so no cast is needed. Their gradients accumulate in that dtype, as
-    they do under FSDP when it reduces each micro-batch.
+    These parameters are stored in the compute dtype, so no cast is needed. Gradients accumulate in that
+    dtype, as they do under FSDP when it reduces each micro-batch.
     """
     skips = parallelism.fsdp_skip_on_one_rank and device_type(mesh.device_type) in SKIP_DEVICES
     if dist.get_world_size() > 1 or not skips:
@@ -152,8 +152,8 @@ def _ignored_parameters(
 
 
 def root_modules(model: Decoder) -> set[nn.Module]:
-    """Return the modules that must stay in FSDP's root unit: a tied embedding, which is read at both ends of
-    the forward."""
+    """Return the modules that must stay in FSDP's root unit: a tied embedding, which forward reads at both
+    ends."""
     embedding = table(model.args)[EMBEDDING]
     return {model.tok_embeddings} if model.tok_embeddings is not None and not embedding.unit else set()
 
@@ -168,8 +168,8 @@ def fsdp_units(model: Decoder) -> list[list[nn.Module]]:
 
 
 def begin_micro_batch(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Set up gradient reduction and resharding before a micro-batch's forward; ``last`` marks the step's
-    last.
+    """Set up gradient reduction and resharding before a micro-batch's forward; ``last`` marks the last one of
+    the step.
 
     By default each micro-batch reduce-scatters its gradients, which stay sharded, and the last one
     all-reduces over replicas. Without ``fsdp_sync_each_batch``, only the last one reduces, and gradients stay
@@ -203,7 +203,7 @@ def _sum_gradients(units: Sequence[FSDPModule]) -> None:
 
 
 def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> SharedMemory | None:
-    """Use shared memory for the collectives of a gloo group if all its ranks are on this machine."""
+    """Set up shared memory for the collectives of a gloo group if all its ranks are on this machine."""
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() > 1 and dist.get_backend(group) == GLOO:
         return share_memory(units, group)
@@ -211,14 +211,14 @@ def _share_memory(units: Sequence[FSDPModule], mesh: DeviceMesh) -> SharedMemory
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """Shard the rows of each expert if there are more ranks than experts, of which some would have none;
-    otherwise, and all other parameters, the first dimension."""
+    """Return how to shard a parameter: the rows of each expert if there are more ranks than experts, of which
+    some would have none; otherwise the first dimension."""
     shape = local(parameter).shape
     return Shard(1) if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0 else None
 
 
 def _with_experts(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[Sequence[nn.Module]]:
-    """Add experts as units, each after the unit that contains it; last come those that no unit contains."""
+    """Add experts as units, each after the unit that contains it; experts that no unit contains come last."""
     all_units: list[Sequence[nn.Module]] = []
     for unit in [*units, [model]]:
         if unit not in all_units:
@@ -236,7 +236,7 @@ def _skips_reduce_scatter(mesh: DeviceMesh) -> bool:
 
 
 class NoReduceScatter:
-    """Reduce-scatter for a group of one rank: returns the input, where torch would copy it."""
+    """Reduce-scatter for a group of one rank: returns the input, which torch would copy."""
 
     def __init__(self) -> None:
         self.input: Tensor | None = None

@@ -1,8 +1,8 @@
 """Policy for batches with a nonfinite loss or gradient norm, or a spike: stop, skip, or roll back.
 
 The decision depends on the global loss and norm and on the values of earlier updates, which are equal on all
-ranks, and on all meshes up to rounding. They are saved in checkpoints, so a resumed run decides alike. The
-rule for spikes is that of AllenAI's SkipStepOptimizer (arXiv:2501.00656).
+ranks, and on all meshes up to rounding. These values are saved in checkpoints, so a resumed run makes the
+same decisions. The rule for spikes is that of AllenAI's SkipStepOptimizer (arXiv:2501.00656).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Guard:
         return self.options.nan_policy != "stop"
 
     def limits(self) -> tuple[float, float]:
-        """Return the largest acceptable loss and gradient norm of the next batch."""
+        """Return the limits of the next batch's loss and gradient norm."""
         if self.options.loss_spike_policy == "ignore":
             return FINITE, FINITE
         return self._limit("losses"), self._limit("norms")
@@ -66,8 +66,8 @@ class Guard:
                 memory[name] = [*memory.get(name, []), value][-self.options.loss_spike_window :]
 
     def reject_spike(self, loss: float, grad_norm: float) -> None:
-        """Reject a batch beyond the limits, and record the limits as its values: a lasting rise is accepted
-        after some batches, but a single spike hardly changes the limits.
+        """Reject a batch beyond the limits, and record the limits as its values, so that a lasting rise is
+        accepted after some batches while a single spike hardly changes the limits.
 
         Raises:
             TrainingError: the policy is to stop, or too many batches were skipped.

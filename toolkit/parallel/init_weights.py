@@ -2,11 +2,11 @@
 
 A parameter is divided into blocks of rows, each drawn by a generator keyed by a hash of (seed, name, block).
 A rank draws the blocks that overlap its shard, on CPU in fp32, then slices, casts and copies them. Every
-layout gets the same bits, without full parameters or communication.
+layout gets the same bits, and no rank communicates or creates full parameters.
 
-The generators are numpy's. They have 128-bit keys; torch's CPU generator uses 32 bits of its seed, so blocks
-of a large model would collide. They produce the same bits on every CPU; torch's depend on the vector width.
-Drawing takes about 8 ns per element and thread.
+The generators are numpy's, because those have 128-bit keys; torch's CPU generator uses only 32 bits of its
+seed, so that blocks of a large model would collide. numpy's also produce the same bits on every CPU; torch's
+depend on the vector width. Drawing takes about 8 ns per element and thread.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _fills(
 
 
 def _row_blocks(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (index, (start row, end row)) of each block that overlaps rows ``first`` … ``last`` − 1."""
+    """Yield (index, (start row, end row)) of each block that overlaps the rows ``first`` to ``last`` − 1."""
     rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
     for block in range(first // rows, -(-last // rows)):
         yield block, (block * rows, min((block + 1) * rows, shape[0]))

@@ -1,13 +1,13 @@
 """The device mesh and the process groups of each technique.
 
-Dimensions, outermost first: ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Adjacent ranks share
-a ``tp`` group first, then ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays inside a node.
-Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same sequence use the
-same weights and sum their gradients, like data-parallel ranks.
+The dimensions, outermost first, are ``pp`` × ``dp_replicate`` × ``dp_shard`` × ``cp`` × ``tp``. Adjacent
+ranks form ``tp`` groups first, then ``cp`` and ``dp_shard`` groups, so that the heaviest traffic stays inside
+a node. Parameters are sharded over ``dp_shard`` and ``cp`` together: ranks with chunks of the same sequence
+use the same weights and sum their gradients, like data-parallel ranks.
 
-Expert parallelism divides the same ranks, dp_shard × cp × tp, in another way: into groups of ``ep`` adjacent
-ranks that share the experts of each layer, and across them ``efsdp``, over which FSDP shards each expert. If
-tensor parallelism splits experts too, ``etp`` is its innermost dimension, and otherwise 1.
+Expert parallelism divides the same ranks, dp_shard × cp × tp, differently. Groups of ``ep`` adjacent ranks
+share the experts of each layer, and FSDP shards each expert over ``efsdp``, the ranks across these groups.
+``etp`` is the innermost dimension if tensor parallelism splits experts too, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build_mesh(
     ep: int = 1,
     etp: int = 1,
 ) -> Mesh:
-    """Build the mesh; the product of the degrees but ``ep`` and ``etp``, which divide dp_shard × cp × tp,
+    """Build the mesh. The product of the degrees except ``ep`` and ``etp``, which divide dp_shard × cp × tp,
     must be the world size."""
     shard = "dp_shard_cp" if cp > 1 else "dp_shard"
     names = ("pp", "dp_replicate", shard, "tp")

@@ -1,7 +1,7 @@
-"""This rank's part of the model, and how it runs a batch.
+"""This rank's part of the model, with methods that run batches.
 
-The part is the whole model, or some pipeline stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
-sums: the values of all ranks add up to the value of the batch.
+The part is the whole model or some pipeline stages (:mod:`toolkit.parallel.pipeline_parallel`). Losses are
+sums: the sum of all ranks' values is the value of the batch.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ModelParts(ABC):
         return batch | {name: None if x is None else self.shards.shard(x) for name, x in fields.items()}
 
     def measure(self, batches: Iterable[MicroBatch]) -> None:
-        """Sum what the objective measures over the prepared micro-batches of all ranks, before their
+        """Sum the objective's measurements over the prepared micro-batches of all ranks, before their
         losses."""
         objective = self.objective
         if not objective.measures:
@@ -137,7 +137,7 @@ class ModelParts(ABC):
         self.end_evaluation()
 
     def _micro_batches(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[int, int, MicroBatch]]:
-        """Yield what runs at a time, with the index of its batch and its own within that."""
+        """Yield the micro-batches that run at a time, with the index of the batch and that within it."""
         return ((index, 0, batch) for index, batch in enumerate(batches))
 
     def backward(
@@ -147,7 +147,7 @@ class ModelParts(ABC):
         ``scale`` and the losses of blocks by ``block_scale``, by default the same.
 
         Gradients are summed over all ranks. Returns this rank's contribution to the unscaled sums of the loss
-        and of ``names``, one row for each micro-batch: (rows, 1 + names) fp64.
+        and of ``names``, one row for each micro-batch, as (rows, 1 + names) fp64.
         """
         if self.bitwise:
             self.bitwise.begin_step()
@@ -215,7 +215,7 @@ class ModelParts(ABC):
 
     @contextmanager
     def evaluating(self, objective: Objective | None = None) -> Iterator[Objective]:
-        """Set the models to evaluation, with ``objective`` instead of the run's, inside the context."""
+        """Switch to evaluation mode, with ``objective`` instead of the run's, inside the context."""
         original, self.objective = self.objective, objective or self.objective
         for model in self.models:
             model.eval()
@@ -228,8 +228,8 @@ class ModelParts(ABC):
                 model.train()
 
     def end_evaluation(self) -> None:
-        """Reshard after :meth:`loss`. Units that expect a backward would stay gathered in the compute dtype,
-        and a checkpoint would save the gathered parameters instead of the shards."""
+        """Reshard after :meth:`loss`. Otherwise, units that expect a backward would stay gathered in the
+        compute dtype, and a checkpoint would save the gathered parameters instead of the shards."""
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -237,7 +237,7 @@ class ModelParts(ABC):
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy ``x`` to ``device`` without blocking; CUDA needs pinned memory for that."""
+    """Copy ``x`` to ``device`` without blocking; CUDA requires pinned memory for this."""
     return (x.pin_memory() if device.type == "cuda" and x.is_cpu else x).to(device, non_blocking=True)
 
 

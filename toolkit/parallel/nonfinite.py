@@ -1,7 +1,7 @@
 """Reject a batch with a nonfinite loss or gradient, and locate the origin by a second forward pass with hooks
 on every module.
 
-After the first collective a NaN is on all ranks. The origin is the first occurrence: the earliest
+After the first collective, a NaN is on all ranks. The origin is the first occurrence: the earliest
 micro-batch, then the lowest layer, then the first module that ran.
 """
 
@@ -95,7 +95,7 @@ def _names_by_rank(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first nonfinite value on a rank: ``what`` contains it, and ``when`` orders findings across
+    """The first nonfinite value on a rank; ``what`` contains it, and ``when`` orders findings across
     ranks."""
 
     rank: int

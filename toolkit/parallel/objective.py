@@ -49,8 +49,8 @@ class Objective:
     def measure(
         self, batch: MicroBatch, models: Sequence[nn.Module], forward: Callable[[MicroBatch], Tensor | None]
     ) -> Tensor:
-        """Return this rank's contribution to sums that the loss of every micro-batch depends on, without
-        gradients: (measures,) fp64."""
+        """Return this rank's contribution, without gradients, to sums on which the loss of every micro-batch
+        depends, (measures,) fp64."""
         raise NotImplementedError
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
@@ -70,7 +70,7 @@ class Objective:
 
     def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the summed loss with its gradient, and this rank's contribution to the sums of loss and
-        metrics: (1 + names,) fp64."""
+        metrics, (1 + names,) fp64."""
         return output, output.detach().double()[None]
 
 

@@ -1,14 +1,14 @@
 """Pipeline parallelism: blocks are assigned to stages on different ranks and run by torch's schedules.
 
-All micro-batches of a step, including gradient accumulation, go through one run of the schedule, because each
+All micro-batches of a step, including accumulated ones, pass through one run of the schedule, because each
 run reduces gradients once, at its end. Stages have static shapes: the first takes tokens (b, S), the others
-hidden states (b, S, D), with S sharded by tensor parallelism; the last returns the loss of its micro-batch,
-from which the objective is computed. All ranks of a pipeline read positions, documents and labels and pass
-them to every stage.
+take hidden states (b, S, D), with S sharded by tensor parallelism. The last returns the loss of its
+micro-batch, from which the objective is computed. All ranks of a pipeline read positions, documents and
+labels and pass them to every stage.
 
-If the head is tied and on another stage than the embedding, it is a copy with the same initial weights. The
-two gradients are summed, so that both get the same updates. The two ranks add in different orders, but the
-result is bitwise equal, because addition of two values is commutative.
+If the head is tied and not on the stage of the embedding, it is a copy with the same initial weights. The two
+gradients are summed, so that both get the same updates. The two ranks add in different orders, but addition
+of two values is commutative, so the result is bitwise equal.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def keep_stage(model: Decoder, modules: Sequence[str]) -> None:
 
 
 class _Stage(PipelineStage):
-    """A pipeline stage; for bitwise sums, it reduces the gradients of each batch, not only those of a step.
+    """A pipeline stage. With bitwise sums, it reduces the gradients of each batch, not only those of a step.
 
-    Leaves of the sums are then the gradients of batches, so their number does not depend on ``per_batch``,
-    the micro-batches of each.
+    The leaves of the sums are then the gradients of batches, so their number does not depend on
+    ``per_batch``, the number of micro-batches per batch.
     """
 
     bitwise: BitwiseSums | None = None

@@ -63,7 +63,7 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
 
 
 def may_split_backward(parallelism: Parallelism) -> bool:
-    """Return whether the schedule may split backward into input and weight gradients; one from a file may."""
+    """Return whether the schedule, or one from a file, may split backward into input and weight gradients."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     return schedule_of(parallelism).split_backward or bool(parallelism.pipeline_parallel_schedule_csv)
@@ -152,7 +152,7 @@ def pipeline_stages(parallelism: Parallelism, n_layers: int) -> Stages:
 
 def bubble(name: str, micro_batches: int, *, stages: int, pp: int) -> float:
     """Return the fraction of step time that ranks idle, assuming that forward, input gradients and weight
-    gradients of a stage each take one unit of time, and communication none."""
+    gradients of a stage each take one unit of time, and communication takes none."""
     each, ends = stages // pp, pp - 1
     short = max(0, pp - micro_batches)
     work = 3 * each * micro_batches

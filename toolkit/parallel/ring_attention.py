@@ -1,9 +1,9 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values rotate from rank to rank.
 
-In each of cp steps a rank sends its current keys and values to the next rank and attends to them meanwhile.
+In each of cp steps, a rank sends its current keys and values to the next rank while it attends to them.
 Partial results are combined by their log-sum-exps. In backward, keys and values rotate again, together with
 their gradients. A rank stores only its own keys and values and those in flight, and saves only its own for
-backward. In return, it sends them twice, and launches one kernel per pair of chunks.
+backward. In return, it sends keys and values twice and launches one kernel per pair of chunks.
 
 The kernel must return its log-sum-exp and accept one in backward, as torch's flash attention does. On CPU it
 supports a mask, for documents and windows; on CUDA it has no mask and computes in 16 bits. Chunks outside the
@@ -123,7 +123,7 @@ def _visible_chunks(
     shards: SequenceShards, step: int, size: int, window: int | None
 ) -> list[tuple[int, int, int, int]]:
     """Return the pairs of this rank's query chunks and the key chunks present at ``step`` that are not fully
-    masked: chunk indices on the rank, then in the sequence. Chunks have ``size`` tokens."""
+    masked, each as chunk indices on the rank, then in the sequence. Chunks have ``size`` tokens."""
     mine, theirs = shards.of(shards.rank), shards.of((shards.rank - step) % shards.size)
     return [
         (i, j, one, other)
@@ -156,7 +156,7 @@ def _mask(
 
 
 def _chunk(tensors: Tensor, index: int, n: int) -> list[Tensor]:
-    """Return chunk ``index`` of ``n`` of each (B, S, K, E), transposed for the kernel: (B, K, P, E)."""
+    """Return chunk ``index`` of ``n`` of each (B, S, K, E), transposed for the kernel to (B, K, P, E)."""
     return [x.chunk(n, dim=1)[index].transpose(1, 2) for x in tensors]
 
 

@@ -1,12 +1,11 @@
-"""Tensor parallelism: weight matrices sharded over ranks, hidden states between blocks sharded by sequence.
+"""Tensor parallelism: weight matrices are sharded over ranks, and hidden states between blocks by sequence.
 
 A parameter becomes a DTensor over the tp mesh, so that FSDP, checkpoints and initialization know which shard
 a rank has. The forward of its module reads the local shard as a plain tensor, and hooks around it communicate
-(Megatron's column, row and sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198): hidden states
+(Megatron's column, row and sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198): hidden states
 are gathered along the sequence before attention, feed-forward and head, and the outputs of row-wise layers
 are reduce-scattered along the sequence. This avoids the cost of DTensor's dispatch in every operator.
-Generation decodes one token at a time, so sequences are not split: nothing is gathered, and outputs are
-all-reduced.
+Generation decodes one token at a time, so sequences are not split: outputs are all-reduced instead.
 
 Each row of a family's parameter table assigns a style of :data:`STYLES` to its module.
 """
@@ -98,8 +97,8 @@ def local_shard(weight: Tensor, gradient: Placement | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """DTensor placement of a parameter, and of its gradient if it differs. If ``divided``, forward reads it
-    divided by the number of ranks, so that the sum over ranks contains it once."""
+    """DTensor placement of a parameter, and of its gradient if it differs. If ``divided``, forward divides it
+    by the number of ranks, so that the sum over ranks contains it once."""
 
     placement: Placement
     gradient: Placement | None = None
@@ -117,8 +116,8 @@ _PLACEMENTS = {"column": COLUMN, "row": ROW, "last": LAST, "whole": REPLICATED}
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: ParameterPlacement) -> None:
-    """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards. A first
-    dimension of a 2-D ``mesh`` divides experts, and the placements are those of the second."""
+    """Convert the named parameters of ``module`` to DTensors; its forward reads them as local shards. If
+    ``mesh`` is 2-D, its first dimension divides experts, and the placements apply to the second."""
     read: dict[str, ParameterPlacement] = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         on_mesh = [*[Shard(0)] * (mesh.ndim - 1), placements[name].placement]
@@ -173,12 +172,12 @@ def _adapter(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
 
 
 def _column(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard output features: full hidden states in, this rank's features out."""
+    """Shard output features: the module takes full hidden states and returns this rank's features."""
     distribute_parameters(module, mesh, weight=COLUMN, bias=COLUMN, **_adapter_placements(module, "column"))
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard input features: this rank's features in, the sum over ranks out, in ``layout``."""
+    """Shard input features: the module takes this rank's features and returns their sum, in ``layout``."""
     distribute_parameters(module, mesh, weight=ROW, bias=ADDED_ONCE, **_adapter_placements(module, "row"))
     if hasattr(module, "sum_over_ranks"):
         module.sum_over_ranks = partial(all_reduce, group=layout.group)  # type: ignore[assignment]
@@ -241,7 +240,7 @@ def recompute_gathers(blocks: nn.ModuleDict) -> None:
 
 
 class _RegatheredInput:
-    """An input that is gathered in forward and, instead of being saved, again in backward."""
+    """An input that is gathered in forward and again in backward, instead of being saved."""
 
     def __init__(self, shard: Tensor, layout: HiddenLayout):
         self.shard, self.layout = shard, layout
@@ -256,7 +255,7 @@ class _RegatheredInput:
         return full
 
     def pack(self, saved: Tensor) -> Any:
-        """Save only the geometry of the gathered tensor or of a view of it; save other tensors unchanged."""
+        """Save only the geometry of the gathered tensor or of its view; save other tensors unchanged."""
         if id(saved.untyped_storage()) != self.storage:
             return saved
         self.users += 1

@@ -17,8 +17,8 @@ def vocabulary_parallel_losses(
 ) -> Tensor:
     """Compute :func:`~toolkit.loss.token_losses` of logits sharded over ``group``.
 
-    This rank's shard begins at vocabulary entry ``first``. The result is the same on every rank; each rank
-    gets the gradient of its shard. Three values per token are communicated instead of V.
+    This rank's shard begins at vocabulary entry ``first``. The result is the same on every rank, and each
+    rank gets the gradient of its shard. Three values per token are communicated instead of V.
     """
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return _VocabularyParallelLosses.apply(logits_TV, labels_T, first, group)

@@ -1,1 +1,1 @@
-"""Forecasts without training: memory, communication and step time of a run, dry runs and layout search."""
+"""Estimates without training: memory, communication and step time of a run, dry runs and layout search."""

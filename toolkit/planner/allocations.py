@@ -1,7 +1,7 @@
 """Track the memory of a step: the live tensors at each moment, and their peak.
 
-Every storage allocated by an operation is recorded with its size, its purpose and the moment of the step.
-Memory that an operation frees before it returns is not seen. Works on real tensors and on the tensors of
+Every storage that an operation allocates is recorded with its size, its purpose and the moment of the step.
+Memory that an operation frees before it returns is not tracked. This works on real tensors and on those of
 :mod:`toolkit.planner.fake_step`, which have sizes but no storage.
 """
 
@@ -80,7 +80,7 @@ class Allocations(TorchDispatchMode):
                 self._track(tensor, part)
 
     def label(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count these tensors as ``part``, regardless of what allocated them."""
+        """Count these tensors as ``part``, regardless of the operation that allocated them."""
         for tensor in tensors:
             known = self._sizes.get(id(local(tensor).untyped_storage()))
             if known:
@@ -215,7 +215,7 @@ def _modules_to_watch(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def _record_moments(module: nn.Module, name: str, tracker: Allocations) -> Iterator[None]:
-    """Record the moments of a module's forward and backward; backward begins at the gradient of its
+    """Record the moments of a module's forward and backward; backward begins with the gradient of its
     output."""
 
     def forward(*_: Any) -> None:

@@ -1,9 +1,9 @@
 """Measure the costs of the embedding, the blocks and the head: forward, backward and recomputation.
 
-They are recorded in a fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on tp × cp
-ranks, and for expert parallelism as many of dp_shard as it needs. The first block is measured separately,
-because possibly nothing before it is trained; in a model whose first blocks are dense, it represents them.
-The costs for any depth, pipeline and data-parallel degree follow from these.
+Costs are recorded in a fake step (:mod:`toolkit.planner.fake_step`) of a model with two blocks, on tp × cp
+ranks and, for expert parallelism, as many of dp_shard as it needs. The first block is measured separately,
+because there may be no trained parameter before it; in a model whose first blocks are dense, it represents
+those. The costs for any depth, pipeline and data-parallel degree follow from these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def costs(
     Experts are divided over ``ep`` ranks, with equal loads, and their width over ``etp``.
 
     If ``checkpointed``, blocks are checkpointed as configured; embedding and head never are. Nothing is
-    compiled, and attention is SDPA. Must be called without a process group.
+    compiled, and attention is SDPA. Call this without a process group.
 
     Raises:
         ConfigError: only some of the blocks are trained.
@@ -64,8 +64,8 @@ def costs(
 
 
 def few_blocks(args: ModelArgs, n_layers: int, *, dense: int = 1) -> ModelArgs:
-    """Return the model with ``n_layers`` blocks that represent all: if it has experts, so have its blocks
-    after the first ``dense`` ones."""
+    """Return the model with ``n_layers`` blocks that represent all of its blocks; in a model with experts,
+    all but the first ``dense`` blocks have experts."""
     moe = args.moe and replace(args.moe, first_dense=min(args.moe.first_dense, dense))
     return replace(args, n_layers=n_layers, moe=moe)
 
@@ -78,8 +78,8 @@ def is_dense(args: ModelArgs, module: str) -> bool:
 
 
 def check_uniform_blocks(args: ModelArgs, options: Finetune) -> None:
-    """Check that the same parameters are trained in every block with experts, and in every block without, so
-    that two blocks represent all. LLaMA-Adapter is exempt because it is small.
+    """Check that two blocks represent all: the same parameters must be trained in every block with experts,
+    and in every block without. LLaMA-Adapter is exempt because it is small.
 
     Raises:
         ConfigError: they differ; the message names the key.
@@ -112,7 +112,7 @@ def checkpointed_blocks(options: ActivationCheckpoint, blocks: int) -> range:
 
 
 def _probe_config(config: Config, layout: ParallelDims, *, rows: int, checkpointed: bool) -> Config:
-    """Return a config of one micro-batch on ``layout`` whose modules cost what those of ``config`` do."""
+    """Return a config of one micro-batch on ``layout`` whose modules cost as much as those of ``config``."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     kept: dict[str, Any] = {
         name: getattr(parallelism, name)

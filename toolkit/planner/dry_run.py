@@ -3,10 +3,10 @@ GPU.
 
     NGPU=16384 ./run_train.sh --comm.mode fake_backend --job.config_file FILE
 
-Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks. They
-are the ranks in LOG_RANK, by default the first rank of each different pipeline stage, which has the largest
-shards. A step on tensors without storage gives the peak memory. Neither corpus nor checkpoint is read; a
-missing or unusable one is reported in a note.
+Runs the preflight, then prints the mesh, the pipeline stages, and the state and traffic of single ranks. The
+ranks are those in LOG_RANK, by default the first rank of each different pipeline stage, which has the largest
+shards. The peak memory is that of a step on tensors without storage. Neither a corpus nor a checkpoint is
+read; a missing or unusable one is reported in a note.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # these import torch, and mistakes are reported before that
 
 _MAX_ITEMS = 3
 _MACHINE_RULES = ("folders_writable", "wandb_ready", "trackers_ready", "triton_has_a_compiler")
-"""Rules about this machine's folders and compilers, which a dry run does not use."""
+"""Rules about this machine's folders and compilers, which are irrelevant for a dry run."""
 _MODEL_RULES = ("architecture_readable", "tokenizer_readable", "weights_readable")
 """Rules about the files that may define the model."""
 
@@ -79,7 +79,7 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
 
 
 def checked_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:
-    """Return :func:`plan_run` if its configuration is valid; otherwise raise as :func:`dry_run` does."""
+    """Return :func:`plan_run` if its configuration is valid; else raise the errors of :func:`dry_run`."""
     run = plan_run(config, environ, argv)
     only = required_rules(run)
     preflight.raise_problems(run.config, world_size=run.world_size, hardware=run.hardware, only=only)
@@ -180,7 +180,7 @@ def _describe_stages(run: PlannedRun) -> Iterator[str]:
 
 
 def _parameters(run: PlannedRun, modules: Sequence[str]) -> int:
-    """Return the number of parameters of a stage; a tied head on another stage than the embedding is a
+    """Return the number of parameters of a stage; a tied head on another stage than the embedding counts as a
     copy."""
     assert run.model
     tied = run.model.tie_embeddings and "tok_embeddings" in modules
@@ -203,7 +203,7 @@ def _module_names(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Format numbers as ranges: 0–3, 7 for 0, 1, 2, 3, 7."""
+    """Format numbers as ranges, such as "0–3, 7" for 0, 1, 2, 3, 7."""
     runs = [list(group) for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ends)

@@ -1,7 +1,7 @@
 """Estimate the memory of a rank's step, fast enough for a search over thousands of layouts.
 
 Combines the costs of a block, the embedding and the head (:mod:`toolkit.planner.costs`) with the numbers of
-layers, stages, shards and micro-batches in flight. A fake step verifies the best layouts.
+layers, stages, shards and micro-batches in flight. Fake steps verify the best layouts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, rank: int, stages: int, micro_batches: int) -> int:
-    """Return the peak number of forwards without their backward on a pipeline ``rank``."""
+    """Return the peak number of forwards whose backward is pending on a pipeline ``rank``."""
     alive = most = 0
     for kind, _, _ in orders(schedule, pp, stages, micro_batches)[rank]:
         alive += (kind == "F") - (kind in ("B", "W"))

@@ -1,5 +1,5 @@
-"""Run one step of one rank on fake tensors: the run's real model, schedule and optimizer, without storage and
-without other ranks.
+"""Run one step of one rank on fake tensors: the run's model, schedule and optimizer, but without storage and
+other ranks.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ def fake_run(
 ) -> Iterator[FakeRun]:
     """Build ``rank`` of a run that passed the preflight for the device type ``target``.
 
-    Its step has ``count`` micro-batches; by default, as many as reach the peak memory of the whole step.
-    Nothing is compiled, FSDP's collectives have separate buffers, and attention is a CPU implementation that
-    saves the same tensors. Must be called without a process group.
+    The run's step has ``count`` micro-batches; by default, as many as reach the peak memory of the whole
+    step. Nothing is compiled, FSDP's collectives have separate buffers, and attention is a CPU implementation
+    that saves the same tensors. Call this without a process group.
     """
     config = _simplify(config, target, cp=layout.cp, sinks=args.sinks)
     device = torch.device("cpu")
@@ -306,9 +306,9 @@ def micro_batches(config: Config, layout: ParallelDims) -> int:
 
 
 def _count(config: Config, batch: BatchShape, pp: int) -> int:
-    """Return the number of micro-batches in the fake step, the fewest that reach the peak memory of all: the
+    """Return the number of micro-batches in the fake step, the smallest with the peak memory of all: the
     first, the last and one in between; in a pipeline two per rank, unless its schedule runs all forwards
-    first. Bitwise sums grow with all of them."""
+    first. Bitwise sums need all micro-batches."""
     options, grows = config.parallelism, config.debug.bitwise_data_parallel
     if pp == 1:
         return batch.accumulation if grows else min(batch.accumulation, 3)

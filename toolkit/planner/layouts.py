@@ -1,7 +1,7 @@
 """Enumerate the layouts of a search, as settings of a config.
 
 Mesh degrees, micro-batch size, activation checkpointing, pipeline schedule and resharding vary; global batch
-and sequence length are the config's. Some layouts are skipped, and counted with the reason:
+and sequence length are the config's. Some layouts are skipped, and counted by reason:
 
 * tp stays within a node, because it communicates four times per block, without overlap;
 * cp is minimal, because dp ranks do the same work with less communication: it grows only if the batch has
@@ -63,7 +63,7 @@ def layout_settings(
     """Yield the settings of all layouts of ``mesh``, which fixes everything but replicas, without
     checkpointing.
 
-    ``sharded`` is the number of bytes sharded over dp_shard, where each rank has ``capacity`` bytes.
+    ``sharded`` is the number of bytes sharded over dp_shard, each of whose ranks has ``capacity`` bytes.
     ``reject`` counts skipped layouts.
     """
     rows = config.training.global_batch_size // mesh.dp

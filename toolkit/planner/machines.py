@@ -70,8 +70,8 @@ def find_machine(name: str) -> Machine:
 
 
 def machine_from_device(device: str) -> Machine | None:
-    """Find the GPU that best matches the driver's name; None for MIG slices and for variants with other rates
-    (NVL, laptop, Ti, D).
+    """Find the GPU that best matches the driver's name; None for MIG slices and for variants with different
+    rates (NVL, laptop, Ti, D).
 
     >>> machine_from_device("NVIDIA A100-SXM4-80GB").name, machine_from_device("NVIDIA H100 80GB HBM3").name
     ('a100-80', 'h100')

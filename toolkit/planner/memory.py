@@ -84,7 +84,7 @@ def rank_state(
 ) -> RankState:
     """Compute the state of ``rank`` after its first step, in a run that passed the preflight.
 
-    The run computes in ``param_dtype`` on the device type ``target``. Must be called without a process group.
+    The run computes in ``param_dtype`` on the device type ``target``. Call this without a process group.
     """
     with fake_world(rank, layout.world_size), simulate(target):
         device = torch.device("cpu")
@@ -159,8 +159,8 @@ def gathered_dtype(parameter: Tensor, param_dtype: torch.dtype) -> torch.dtype:
 
 
 def gathered_elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of a parameter that FSDP gathers: all that tensor and expert parallelism
-    leave on a rank."""
+    """Return the number of elements of a parameter that FSDP gathers: all that a rank has after sharding by
+    tensor and expert parallelism."""
     elements = parameter.numel()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

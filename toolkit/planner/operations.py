@@ -1,4 +1,4 @@
-"""Record the operations of a fake step by part of the model: FLOPs, bytes and communication."""
+"""Record FLOPs, bytes and communication of the operations in a fake step, by part of the model."""
 
 from __future__ import annotations
 

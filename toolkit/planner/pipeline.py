@@ -83,8 +83,8 @@ def simulate(
     backward takes half.
 
     A rank gathers its stages once per step, in the order of first use, and reduces each after its last
-    backward, in ``units`` collectives each. These and each ``transfer`` of hidden states between ranks
-    overlap with computation.
+    backward, in ``units`` collectives each. These collectives, and each ``transfer`` of hidden states between
+    ranks, overlap with computation.
     """
     stages = len(forward)
     gather, reduce, units = gather or [0.0] * stages, reduce or [0.0] * stages, units or [1] * stages

@@ -27,7 +27,7 @@ _CASTS = 5 / 3
 
 
 class Rates:
-    """Rates of a layout on a machine; ``dtype`` is the name of the compute dtype in machines.toml."""
+    """Rates of a layout on a machine; ``dtype`` names the compute dtype in machines.toml."""
 
     def __init__(self, config: Config, layout: ParallelDims, machine: Machine, dtype: str):
         self.machine, self.dtype = machine, dtype
@@ -49,8 +49,8 @@ class Rates:
         self.float8 = any("float8" in it for it in config.model.converters)  # of the blocks
 
     def run(self, work: Work, *, fused: bool = False, float8: bool = False) -> Pass:
-        """Return the time of ``work``; ``fused``: a compiler fuses chains of operations; ``float8``: matmuls
-        are in float8."""
+        """Return the time of ``work``. ``fused`` means that a compiler fuses chains of operations;
+        ``float8``, that matmuls are in float8."""
         machine = self.machine
         reached = {
             "matmul": self.peak_float8 if float8 else machine.matmul * self.peak,

@@ -1,8 +1,8 @@
-"""Search the layouts of a world: return those that fit, fastest first, and why the others are rejected.
+"""Search the layouts of a world: return those that fit, fastest first, and the reasons to reject the others.
 
 For the layouts of :mod:`toolkit.planner.layouts` that the preflight accepts, the search estimates memory
 (:mod:`toolkit.planner.estimate`), and for those that fit also the step time (:mod:`toolkit.planner.time`).
-Fake steps verify the best.
+Fake steps verify the best layouts.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class RejectedLayouts:
     best: Candidate | None = None
 
     def add(self, candidate: Candidate | None = None) -> None:
-        """Count one more layout; the best has the lowest step time, or the lowest memory if no time is
-        known."""
+        """Count one more layout; the best layout has the lowest step time or, if no time is known, the lowest
+        memory."""
         self.count += 1
         if candidate and (self.best is None or candidate.key < self.best.key):
             self.best = candidate
@@ -374,7 +374,7 @@ class _Queue:
         return _key_without_sizes(settings, choice) in self._full
 
     def _is_rejected(self, config: Config) -> bool:
-        """Report whether the preflight's rules about layouts reject ``config``; if so, count it."""
+        """Report whether the preflight's layout rules reject ``config``; if so, count it."""
         config = with_settings(config, {"activation_checkpoint.mode": "none"})
         run = PlannedRun(config, self.world, self._hardware)
         problems = [problem for it in _layout_rules() for problem in it.check(run)]

@@ -1,11 +1,11 @@
-"""Forecast the step time from the measured work of the model at the rates of a machine.
+"""Forecast the step time from the measured work of the model and the rates of a machine.
 
 An operation takes the longer of two times: its FLOPs at the achieved rate, and its bytes at memory bandwidth.
 In compiled code, operations between GEMMs are fused, and each chain reads and writes memory once. A
-collective takes its bytes over the slowest link of its ring, plus a latency per hop. FSDP's collectives
-overlap with the computation of the previous unit, and only the excess is exposed. Collectives of tensor and
-context parallelism are exposed unless they are asynchronous. A pipeline runs the actions of its schedule in
-order on each rank.
+collective takes the time to send its bytes over the slowest link of its ring, plus a latency per hop. FSDP's
+collectives overlap with the computation of the previous unit, and only the excess is exposed. Collectives of
+tensor and context parallelism are exposed unless they are asynchronous. In a pipeline, each rank runs the
+actions of its schedule in order.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class StepTime:
 def step_time(
     config: Config, args: ModelArgs, layout: ParallelDims, machine: Machine, *, param_dtype: torch.dtype
 ) -> StepTime:
-    """Forecast a step on ``machine`` of a run that passed the preflight.
+    """Forecast the time of a step on ``machine``, in a run that passed the preflight.
 
-    Costs are measured in fake steps, which must run without a process group, and are cached; after that, a
+    Costs are measured in fake steps, which must run without a process group, and are cached. Afterwards, a
     forecast takes milliseconds.
     """
     dtype = str(param_dtype).removeprefix("torch.")

@@ -41,8 +41,8 @@ FUNCTIONAL: dict[str, tuple[str, int | None]] = {
 
 
 def is_of_experts(name: str, args: Any) -> bool:
-    """Report whether the functional collective ``name`` is an all-to-all of expert parallelism: it sends to
-    several ranks, and ring attention's to one. Their groups may have the same ranks."""
+    """Report whether the functional collective ``name`` is an all-to-all of expert parallelism, which sends
+    to several ranks. Ring attention's sends to one rank, but both may use groups of the same ranks."""
     return name == "all_to_all_single" and sum(map(bool, args[1])) > 1
 
 
@@ -123,8 +123,8 @@ def step_traffic(
 ) -> list[Exchange]:
     """Count the communication of ``rank`` in a step of a run that passed the preflight.
 
-    Large numbers of micro-batches are extrapolated from two fake steps with few. Must be called without a
-    process group.
+    Large numbers of micro-batches are extrapolated from two fake steps with few. Call this without a process
+    group.
     """
 
     def counted(count: int) -> Counter[tuple[str, str, tuple[int, ...]]]:

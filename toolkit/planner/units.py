@@ -60,9 +60,9 @@ def unit_time(
 def accumulation(
     units: Sequence[UnitTime], rates: Rates, count: int, *, whole: bool, gradient: int, reduced: int
 ) -> Pass:
-    """Return the time to accumulate the gradients of ``count`` micro-batches: shards if each micro-batch
-    reduces, or ``whole`` gradients if only the last one does. Gradients have elements of ``gradient`` bytes,
-    and torch accumulates them in ``reduced`` bytes."""
+    """Return the time to accumulate the gradients of ``count`` micro-batches. They are ``whole`` if only the
+    last micro-batch reduces them, otherwise shards. Gradients have elements of ``gradient`` bytes, and torch
+    accumulates them in ``reduced`` bytes."""
     trained = sum(unit.trained for unit in units)
     if count == 1:
         size = 0.0
@@ -106,8 +106,8 @@ def exposed_in_backward(units: Sequence[UnitTime], *, gathers: bool, reduces: bo
 def backward_communication(
     units: Sequence[UnitTime], *, gathers: bool, last: bool, each: bool
 ) -> dict[str, float]:
-    """Return FSDP's exposed seconds in backward by dimension, in the ``last`` micro-batch of a step or an
-    earlier one."""
+    """Return FSDP's exposed seconds in backward by dimension, for the ``last`` or an earlier micro-batch of a
+    step."""
     without = exposed_in_backward(units, gathers=gathers, reduces=last or each, replicas=False)
     with_replicas = exposed_in_backward(units, gathers=gathers, reduces=last or each, replicas=last)
     return {"dp_shard": without, "dp_replicate": with_replicas - without}

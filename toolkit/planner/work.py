@@ -92,8 +92,8 @@ class ModuleCost(Sizes):
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a model. ``first`` is its first block; ``update`` the optimizer's work on ``updated``
-    elements."""
+    """Costs of a model. ``first`` is the cost of the first block; ``update`` is the optimizer's work on
+    ``updated`` elements."""
 
     embedding: ModuleCost
     first: ModuleCost

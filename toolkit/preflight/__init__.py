@@ -1,4 +1,4 @@
-"""Checks of a run that need neither a process group nor torch: ``llama-toolkit preflight CONFIG.toml``.
+"""Checks of a run that need neither a process group nor torch, by ``llama-toolkit preflight CONFIG.toml``.
 
 Each rule is a function registered by ``@rule`` in a file of ``rules``. Errors in the config exit with code 2.
 If the config itself is valid, an unusable tokenizer, corpus or checkpoint exits with code 3.
@@ -22,7 +22,7 @@ __all__ = ["check", "describe", "hardware_of", "load", "notes", "raise_problems"
 
 def load(argv: Sequence[str], check: Callable[[Config], object]) -> Config:
     """Load the config of ``argv``. Invalid settings are reported together with problems of the other
-    settings, for which ``check`` raises.
+    settings, which ``check`` raises.
 
     Raises:
         ConfigError: See :func:`toolkit.config.load_config`.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that has not started. Values are None if they are unknown because another rule is broken."""
+    """A run that has not started. A value is None if a broken rule makes it unknown."""
 
     config: Config
     world_size: int
@@ -45,7 +45,7 @@ class PlannedRun:
     def problem(self, key: str, rule: str, fix: str, *others: str) -> Problem:
         """Describe a rule that a key breaks, with the key's value and origin.
 
-        ``others`` are keys that contribute: one of them is blamed instead if :meth:`blame` selects it.
+        ``others`` are keys that contribute: :meth:`blame` selects the key that is reported.
         """
         blamed = self.blame(key, *others)
         if blamed != key:
@@ -53,7 +53,7 @@ class PlannedRun:
         return Problem(rule, fix, blamed, self.config.value(blamed), self.config.origin(blamed))
 
     def blame(self, *keys: str) -> str:
-        """Return the key that the user set most directly; the first of equals; defaults come last."""
+        """Return the key that the user set most directly, the first of several; defaults come last."""
         return min(keys, key=self.config.depth)
 
     def located(self, problem: Problem) -> Problem:
@@ -120,7 +120,7 @@ class PlannedRun:
 
     @property
     def architecture_error(self) -> str:
-        """Reason why config.json does not describe a supported model, if it should."""
+        """The reason why config.json does not describe a supported model, if it should; else ""."""
         return str(self._model) if isinstance(self._model, DataError) else ""
 
     @cached_property
@@ -158,7 +158,7 @@ class PlannedRun:
 
     @cached_property
     def stages(self) -> Stages | None:
-        """Configured stages of a pipeline, which may not match the model."""
+        """The configured stages of a pipeline, which may not match the model."""
         if self.pp == 1 or self.model is None:
             return None
         from toolkit.parallel.pipeline_schedules import pipeline_stages
@@ -197,7 +197,7 @@ class PlannedRun:
 
     @property
     def attention(self) -> str:
-        """Attention backend that the run uses."""
+        """The attention backend that the run uses."""
         return attention_name(self.config, self.hardware.device, self.model)
 
 

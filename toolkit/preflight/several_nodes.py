@@ -1,5 +1,5 @@
-"""Launches on several nodes, or with restarts after failures: their meshes, and what must be equal on all
-nodes."""
+"""Launches on several nodes, or with restarts after failures: their meshes, and the facts that must be equal
+on all nodes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _A_NODE_MAY_HAVE_ITS_OWN = {
 
 
 def at_full_size(config: Config, argv: Sequence[str], launch: Launch) -> tuple[list[str], int]:
-    """Return ``argv`` with the mesh for the largest possible number of nodes, if that number may change and
-    ``config`` lists elastic meshes; and the number of ranks.
+    """Return ``argv`` and the number of ranks. If the number of nodes may change and ``config`` lists elastic
+    meshes, ``argv`` has the mesh for the largest possible number.
 
     Raises:
         ConfigError: the run does not support what the launch requests.
@@ -173,7 +173,7 @@ def _newest(folder: Path) -> int:
 
 
 def _facts(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """Return the device and the configuration, which may differ between nodes only in local paths."""
+    """Return facts that must be equal on all nodes: the device, and the configuration without local paths."""
     keys = [field.key for field in config.present_fields() if field.key not in _A_NODE_MAY_HAVE_ITS_OWN]
     device = {"device": hardware.device, "bfloat16 in hardware": hardware.native_bf16}
     return device | {key: config.value(key) for key in keys}

@@ -16,7 +16,7 @@ from toolkit.models.from_config import weights_folder
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run whose own checkpoints are in the folder ``checkpoints``."""
+    """The start of a run whose own checkpoints are in the folder ``checkpoints``."""
 
     config: Config
     checkpoints: Path
@@ -28,7 +28,7 @@ class Start:
 
     @cached_property
     def loaded_by(self) -> str:
-        """Key that selects the checkpoint to load, preferring the run's own; "" if none is loaded."""
+        """The key that selects the checkpoint to load, preferring the run's own; "" if none is loaded."""
         options = self.config.checkpoint
         if not options.enable:
             return ""

@@ -1,4 +1,4 @@
-"""Explain what a folder contains instead of the expected weights, and how to use it."""
+"""Explain how to use a folder that does not contain the expected weights."""
 
 from __future__ import annotations
 

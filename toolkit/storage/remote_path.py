@@ -1,7 +1,7 @@
 """Files in object storage, with the ``pathlib`` methods that weights and checkpoints need.
 
-A :class:`RemotePath` is not an ``os.PathLike``, so code for local files rejects it and never creates a folder
-``s3:``. Any fsspec file system works that can list, read ranges and write.
+A :class:`RemotePath` is not an ``os.PathLike``, so that code for local files rejects it instead of creating a
+folder ``s3:``. Any fsspec file system that can list, read ranges and write is supported.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RemotePath:
         return Upload(self)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill ``memory`` with the bytes from ``offset`` on, in parallel requests. Returns the number of
+        """Fill ``memory`` with the bytes starting at ``offset``, in parallel requests. Returns the number of
         bytes read."""
 
         def read_range(begin: int) -> int:
@@ -220,7 +220,7 @@ class RemotePath:
 
 
 class _Reader(io.RawIOBase):
-    """Reads a file in blocks, caches the latest block, and increases the block size for sequential reads."""
+    """Reads a file in blocks, caches the latest one, and increases the block size for sequential reads."""
 
     def __init__(self, path: RemotePath, size: int):
         self._path, self._size, self._at = path, size, 0

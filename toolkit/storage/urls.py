@@ -1,6 +1,6 @@
 """Validate URLs given instead of paths.
 
-Imports neither torch nor fsspec; loaded only if a value contains ``://``.
+Imports neither torch nor fsspec, and is loaded only if a value contains ``://``.
 """
 
 from __future__ import annotations

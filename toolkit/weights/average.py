@@ -1,7 +1,7 @@
 """The mean of the weights of several checkpoints of one model, computed while they are read.
 
-Averaging the last checkpoints of a run removes noise of its last steps, like a decay of the learning rate
-(LAWA: Kaddour 2022, arXiv:2209.14981); averaging runs that start from the same weights is a model soup
+Averaging the last checkpoints of a run removes noise of the last steps, as a decay of the learning rate does
+(LAWA, Kaddour 2022, arXiv:2209.14981). An average of runs that start from the same weights is a model soup
 (Wortsman et al. 2022, arXiv:2203.05482).
 """
 
@@ -71,8 +71,8 @@ def open_average(steps: Sequence[Path]) -> Averaged:
 
 
 def write_average(average: Averaged, out: Path, *, progress: Progress) -> Path:
-    """Write the mean as a model-only checkpoint: ``out``, if it is named step-N, else its step-0. Returns
-    the folder.
+    """Write the mean as a model-only checkpoint, to ``out`` if it is named step-N, else to its step-0.
+    Returns the folder.
 
     Raises:
         DataError: it exists, or would be a step of a run.

@@ -120,7 +120,7 @@ def prepare(
     writes the Hugging Face format. The checkpoint of an adapter is converted as its base with the adapter
     merged.
 
-    The tokenizer is ``tokenizer``, else the one next to the weights, else the one from training. For a
+    The tokenizer is ``tokenizer``, else the one next to the weights, else the one used in training. For a
     checkpoint, ``out`` is a step-N folder, or the parent folder for step-0. ``hashes`` verifies a source
     checkpoint first. ``ema`` reads the moving average of its trained weights.
 
@@ -191,7 +191,7 @@ def _open_source(
 
 
 def convert(conversion: Conversion, *, verify: bool = False, progress: Progress = no_progress) -> None:
-    """Write the converted weights in this process. ``verify`` reads them back before the final rename.
+    """Write the converted weights in this process. ``verify`` reads the weights back before the final rename.
 
     Raises:
         DataError, CheckpointError: the disk is full; or the source is damaged or ``verify`` failed, in which

@@ -1,7 +1,8 @@
 """Write model-only checkpoints, reading each tensor only when it is written.
 
-Files have about 1 GiB, and at most four are in memory at once. They are committed like a run's saves: hashes,
-manifest, one rename. A killed writer leaves a ``step-N.tmp-`` folder, which the next writer or run removes.
+Files have about 1 GiB; at most four are in memory at once. Like a run's saves, they are committed with
+hashes, a manifest and one rename. A killed writer leaves a ``step-N.tmp-`` folder, which the next writer or
+run removes.
 """
 
 from __future__ import annotations

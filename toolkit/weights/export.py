@@ -27,8 +27,8 @@ def export_hf(
 ) -> None:
     """Write the model in a committed ``step_folder`` to ``out``, in ``dtype``, with the tokenizer's files.
 
-    Collective: each of ``ranks`` writes some of the files and reads what it needs from the checkpoint, which
-    was just written and is not verified again. ``out`` is replaced atomically.
+    Collective: each of ``ranks`` writes some of the files and reads what it needs from the checkpoint. The
+    checkpoint was just written and is not verified again. ``out`` is replaced atomically.
 
     Raises:
         CheckpointError, DataError: on every rank: the checkpoint or tokenizer cannot be read, or the folder

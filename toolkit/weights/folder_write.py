@@ -1,6 +1,6 @@
 """Write weight folders one file at a time, in a work folder that is renamed when complete.
 
-Each rank writes entire files, so ranks need to share nothing but a file system. If the process is killed, the
+Each rank writes entire files, so that ranks share nothing but a file system. If the process is killed, the
 same call resumes after the last finished file.
 """
 

@@ -1,9 +1,9 @@
 """Read experts from Hugging Face tensors that fuse them, in plain dtypes or in MXFP4.
 
 :class:`~toolkit.models.common.parameter_table.Fused` is the layout. If elements of two parameters alternate,
-reading one reads the bytes of both. In MXFP4 (OCP Microscaling Formats 1.0), rows are
-those of our weights, and 32 elements of a row share a scale, a power of two. An element has 4 bits; the first
-of two is the low half of a byte.
+reading one reads the bytes of both. In MXFP4 (OCP Microscaling Formats 1.0), rows are those of our weights.
+Each element has 4 bits, and 32 elements of a row share a scale, a power of two. Two elements share a byte,
+the first in its low half.
 """
 
 from __future__ import annotations

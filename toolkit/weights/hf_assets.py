@@ -38,8 +38,8 @@ _NAMES = (
 
 
 def tokenizer_of(source: WeightSource) -> Path | None:
-    """Find the tokenizer next to the weights, or in the parent folder, where Meta stores one for several
-    sizes. For a checkpoint, find the one from training (relative paths start at the working directory)."""
+    """Find the tokenizer next to the weights or in the parent folder, where Meta stores one for several
+    sizes. For a checkpoint, find the one used in training (relative paths start at the working directory)."""
     paths = [source.place]
     if isinstance(origin(source), MetaFolder):
         paths.append(source.place.parent)
@@ -82,8 +82,8 @@ def configured_add_bos(run: Mapping[str, Any]) -> bool | None:
 
 
 def special_tokens_of(source: WeightSource) -> Mapping[str, Any]:
-    """Return the ids of "bos", "eos" (one or a list) and "pad" stored with the weights: in the manifest of a
-    converted checkpoint, else in generation_config.json, else in config.json.
+    """Return the ids of "bos", "eos" (one or a list) and "pad" stored with the weights: in a checkpoint's
+    manifest, else in generation_config.json, else in config.json.
 
     Raises:
         DataError: one of these files cannot be read.
@@ -137,9 +137,9 @@ class Companions:
 def tokenizer_companions(path: Path, *, add_bos: bool | None = None) -> Companions:
     """Collect the files of a tokenizer folder or file.
 
-    A tiktoken file without a tokenizer.json gets one, because transformers needs it. If ``add_bos`` differs
-    from the files' setting, they are changed. EOS ids are the tokenizer's, and those that the chat template
-    writes after an answer.
+    A tokenizer.json is added to a tiktoken file without one, because transformers needs it. If ``add_bos``
+    differs from the files' setting, they are changed. EOS ids are those of the tokenizer and those that the
+    chat template writes after an answer.
 
     Raises:
         DataError: there is no tokenizer, or it is damaged.

@@ -72,8 +72,8 @@ def write_hf(
 
 
 class Published(View):
-    """A view of the tensors of a Hugging Face folder: by their names there, in the model's order, one matrix
-    per expert, and with the rows of each head in Hugging Face's order. They are read in whole."""
+    """A view of the tensors of a Hugging Face folder: by their names there, in the model's order, with one
+    matrix per expert, and with Hugging Face's order of rows in each head. Each tensor is read as a whole."""
 
     def __init__(self, base: WeightSource):
         super().__init__(base)

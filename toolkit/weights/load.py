@@ -1,9 +1,9 @@
 """Load weights from disk into a sharded model.
 
-Each rank reads only the regions of its shards, in blocks, several in parallel: directly into the shard if it
-is on the host and has the dtype on disk, otherwise through a buffer. If only rank 0 has the files, it reads
-and broadcasts block by block, and each rank copies what overlaps its shards. Either way, peak memory is a
-rank's shards and a few blocks.
+Each rank reads only the regions of its shards, in blocks, several in parallel. Blocks are read directly into
+the shard if it is on the host and in the dtype on disk, otherwise through a buffer. If only rank 0 has the
+files, it reads and broadcasts block by block, and each rank copies the parts that overlap its shards. In both
+cases, peak memory is a rank's shards plus a few blocks.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _copy_overlap(shard: LocalShard, block: Tensor, rows: slice) -> None:
 
 
 def _region(offset: Sequence[int], rows: slice, shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the region in the full tensor of ``rows`` of a shard at ``offset``."""
+    """Return the region of the full tensor that contains ``rows`` of a shard at ``offset``."""
     columns = zip(offset[1:], shape[1:], strict=True)
     return (
         slice(offset[0] + rows.start, offset[0] + rows.stop),

@@ -1,7 +1,7 @@
 """Meta folders as weight sources: params.json and consolidated.NN.pth, one file per tensor-parallel rank.
 
-Each file has a slice of every matrix, by rows or by columns, and all norms. Regions are joined while being
-read. Pickles are loaded with torch's ``weights_only`` onto the meta device, which reads names, shapes and
+Each file has a slice of every matrix, by rows or by columns, and complete norms. Regions are joined while
+being read. Pickles are loaded with torch's ``weights_only`` to the meta device. This reads names, shapes and
 file offsets, but no elements.
 """
 
@@ -54,8 +54,8 @@ class _ShardedTensor:
 class MetaFolder:
     """A :class:`toolkit.weights.source.WeightSource` with any number of files.
 
-    If there are more files than key/value heads, as in the 405B with 16 files, adjacent files have the same
-    head, and only one of them is read. ``note`` reports stored tensors that are ignored.
+    If there are more files than key/value heads, as in the 405B model with 16 files, adjacent files have the
+    same head, and only one of them is read. ``note`` reports stored tensors that are ignored.
 
     Raises:
         DataError: the folder is missing, of another model, or damaged.

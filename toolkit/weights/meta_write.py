@@ -1,8 +1,7 @@
 """Write Meta folders with one weight file: consolidated.00.pth and params.json.
 
-torch writes the file's layout from fake tensors (``skip_data``); the data is then written one tensor at a
-time. A tied head is stored under its own name, as Meta's programs expect, and shares the embedding's
-bytes.
+torch writes the file's layout from fake tensors (``skip_data``). The data is then written one tensor at a
+time. A tied head is stored under its own name, as Meta's programs expect, and shares the embedding's bytes.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _reject_unknown(given: Fields, kind: type) -> None:
 
 
 def _scaling(given: Fields) -> Scaling:
-    """Read a scaling, of the class that has its fields."""
+    """Read RoPE scaling as the class that has these fields."""
     factor = given.positive("factor")
     if given.values.keys() == {"factor"}:
         return LinearScaling(factor)
@@ -278,7 +278,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def _step_parents(folder: Path) -> Iterator[Path]:
-    """Yield the folders that may contain the steps: ``folder`` and its subfolders, because a run can choose
+    """Yield the folders that may contain the steps, ``folder`` and its subfolders, because a run can choose
     the subfolder's name."""
     yield from (folder, folder / "checkpoint")
     if not _first(folder, CONFIG, PARAMS):

@@ -49,7 +49,7 @@ def load_base_weights(
     model_parts: ModelParts, source: WeightSource | None, *, broadcast: bool = False, group: dist.ProcessGroup
 ) -> None:
     """Load ``source`` into the model, except parameters added by fine-tuning; with ``broadcast``, only rank 0
-    needs it. A classifier does not load the head of a language model or of another classifier.
+    needs access to it. A classifier does not load the head of a language model or of another classifier.
 
     Raises:
         DataError: on every rank: the weights are damaged or do not fit the model.

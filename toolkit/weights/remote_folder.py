@@ -17,8 +17,8 @@ _CHUNK = 16 << 20
 
 
 def upload_folder(folder: Path, out: RemotePath, *, replace: bool) -> None:
-    """Upload the files in ``folder`` to ``out``, last the files that make it readable. Without ``replace``, a
-    failed or interrupted upload is removed.
+    """Upload the files in ``folder`` to ``out``; the files that make it readable come last. Without
+    ``replace``, a failed or interrupted upload is removed.
 
     Raises:
         DataError: ``out`` exists and ``replace`` is False, or the store cannot be used.

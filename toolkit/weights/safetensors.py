@@ -86,7 +86,7 @@ class SafetensorsFolder:
         return StoredTensor((*experts, *first.shape), dtype)
 
     def _check_experts(self) -> None:
-        """Reject experts that cannot be stacked. Readers report a tensor of which no expert is stored."""
+        """Reject experts that cannot be stacked. A tensor without stored experts is rejected when read."""
         missing, shapes, dtypes = [], [], []
         for name, matrices in self._places.items():
             row = table(self.args).get(name)

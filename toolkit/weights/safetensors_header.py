@@ -60,8 +60,8 @@ class Entry:
 
 
 def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]:
-    """Return the weights in a model's folder by their names in the files, and a note about what is ignored:
-    buffers, a layer of multi-token prediction after the last block, and what reads images.
+    """Return a model's weights by their names in the files, and a note about ignored tensors: buffers, a
+    multi-token prediction layer after the last block, and parts that read images.
 
     Names and shapes are not compared with ``args``. A tied embedding is always included; the head only if
     both are stored.
@@ -86,8 +86,8 @@ def model_entries(folder: Path, args: ModelArgs) -> tuple[dict[str, Entry], str]
 
 
 def _without_vision(folder: Path, found: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
-    """Return the tensors of the language model under their names without images, and a note about those that
-    read images."""
+    """Return the tensors of the language model by their names without images, and a note about the image
+    parts."""
     if not any(name.startswith(_LANGUAGE) for name in found):
         return dict(found), []
     kept = {it.removeprefix(_LANGUAGE): entry for it, entry in found.items() if not it.startswith(_VISION)}
@@ -98,8 +98,8 @@ def _without_vision(folder: Path, found: Mapping[str, Entry]) -> tuple[dict[str,
 def _without_predictor(
     folder: Path, found: Mapping[str, Entry], prefix: str
 ) -> tuple[dict[str, Entry], list[str]]:
-    """Return the tensors outside the layer of multi-token prediction that ``prefix`` names, if it is one, and
-    a note about it."""
+    """Return the tensors outside the layer ``prefix``, if that is one of multi-token prediction, and a note
+    about it."""
     if f"{prefix}eh_proj.weight" not in found:
         return dict(found), []
     kept = {name: entry for name, entry in found.items() if not name.startswith(prefix)}
@@ -127,8 +127,8 @@ def _with_scales(folder: Path, found: dict[str, Entry], rows: ParameterTable) ->
 
 
 def _with_fp4(folder: Path, found: dict[str, Entry], rows: ParameterTable) -> dict[str, Entry]:
-    """Return the tensors with one entry for blocks (E, N, K / 32, 16) and scales (E, N, K / 32) of fused
-    experts in MXFP4, which has the name and shape of the tensor that they stand for.
+    """Return the tensors with fused experts in MXFP4 as one entry each, for blocks (E, N, K / 32, 16) and
+    scales (E, N, K / 32), with the name and shape of the dequantized tensor.
 
     Raises:
         DataError: blocks have no such scales.
@@ -311,7 +311,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing_safetensors(folder: Path) -> str:
-    """Describe what the folder has instead of safetensors, with a fix."""
+    """Describe what is wrong with a folder without safetensors, with a fix."""
     if not folder.is_dir():
         return "there is no such folder"
     if any(folder.glob("*.bin")):

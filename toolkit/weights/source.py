@@ -1,8 +1,8 @@
-"""The interface of weight sources: tensors on disk, in any format, by our names, read in whole or by region.
+"""The interface of weight sources: tensors on disk, in any format, by our names, read whole or by region.
 
 ``open.py`` finds the source of a folder.
 
-Names and row order are Meta's: ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
+Names and row order are Meta's, as in ``tok_embeddings.weight``, ``layers.0.attention.wq.weight``, …,
 ``norm.weight``, ``output.weight``, with the rows of wq and wk in adjacent pairs for RoPE.
 """
 
@@ -38,7 +38,7 @@ class StoredTensor:
 
 
 class WeightSource(Protocol):
-    """Weights on disk. Opening one reads only headers; reading is thread-safe.
+    """Weights on disk. Opening a source reads only headers; reading is thread-safe.
 
     ``tensors`` are the tensors on disk, without a tied head; loading compares them with a model of ``args``.
     """
@@ -55,8 +55,8 @@ class WeightSource(Protocol):
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         """Read a tensor, or a ``region`` of it, on the CPU in its stored dtype, into new memory or ``out``.
 
-        ``out`` must be contiguous and have the stored dtype and the shape of the region. Reads the bytes of
-        the region, and at most all bytes of the rows or heads that it intersects.
+        ``out`` must be contiguous and have the stored dtype and the shape of the region. Only the bytes of
+        the region are read, or at most those of all rows or heads that it intersects.
 
         Raises:
                 DataError: the file has changed, is shorter than its header declares, or cannot be read.
@@ -72,10 +72,10 @@ def reject_mismatches(place: Path, problems: Mapping[str, list[str]]) -> None:
 
 
 class TiedHead:
-    """Removes a stored head from ``tensors`` if the model ties it, and compares it with the embedding when
-    the embedding is read, so that no value is read twice and each rank compares its shard.
+    """Removes a stored head from ``tensors`` if the model ties it. The head is compared with the embedding
+    when that is read, so that no value is read twice and each rank compares its shard.
 
-    ``key`` in the file ``config`` ties the two.
+    The setting that ties them is ``key`` in the file ``config``.
 
     Raises:
         DataError: the stored head has another shape or dtype than the embedding.

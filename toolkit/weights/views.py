@@ -20,8 +20,8 @@ from toolkit.weights.source import Region, StoredTensor, WeightSource, reject_mi
 
 
 class View:
-    """A view of another source; whatever is not overridden is unchanged. ``extra_paths`` are additional paths
-    that it reads."""
+    """A view of another source; everything that is not overridden is unchanged. ``extra_paths`` are
+    additional paths that it reads."""
 
     extra_paths: tuple[Path, ...] = ()
 
@@ -36,7 +36,7 @@ class View:
 
 
 def origin(source: WeightSource) -> WeightSource:
-    """Return the source beneath all views."""
+    """Return the original source, from which all views derive."""
     while isinstance(source, View):
         source = source.base
     return source
@@ -87,7 +87,7 @@ class Subset(View):
 
 class Resized(View):
     """A view with ``vocab_size`` rows in the embedding and the LM head. New rows are the mean of the old
-    rows, which makes an untrained token as likely as the average one."""
+    rows, so that an untrained token is as likely as an average one."""
 
     def __init__(self, base: WeightSource, vocab_size: int):
         super().__init__(base)

@@ -1,1 +1,1 @@
-"""The settings of accelerate and Trainer, and what they mean here."""
+"""The settings of accelerate and Trainer, and their equivalents in this toolkit."""

@@ -34,7 +34,7 @@ _HOLDS = {
 
 
 def strategy_name(value: Any) -> str:
-    """The sharding strategy that a number from 1 to 5, or a name, stands for.
+    """Return the sharding strategy of a number from 1 to 5, or of a name.
 
     Raises:
         Refused: it stands for none.
@@ -68,7 +68,7 @@ def _strategy(value: Any, values: Values) -> Meaning:
 
 
 def _strategy_beside(values: Values) -> str | None:
-    """The strategy that ``fsdp_sharding_strategy`` names, if it does."""
+    """Return the strategy in ``fsdp_sharding_strategy``, or None if it is not valid."""
     try:
         return strategy_name(values.get("fsdp_sharding_strategy"))
     except Refused:  # which that key tells
@@ -109,7 +109,7 @@ def _wrap_policy(value: Any, values: Values) -> Meaning:
 
 
 def _policy(values: Values) -> str:
-    """The wrap policy in effect; without one, that which the other keys are for."""
+    """Return the wrap policy in effect or, without one, the policy that the other keys belong to."""
     if "fsdp_auto_wrap_policy" in values:
         return str(values["fsdp_auto_wrap_policy"]).strip().upper()
     by_class = bool(values.get("fsdp_transformer_layer_cls_to_wrap"))

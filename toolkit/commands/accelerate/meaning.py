@@ -1,4 +1,4 @@
-"""The form in which each key of accelerate's is explained, and the values that such keys have."""
+"""The form in which each key of accelerate is explained, and parsers of its values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_TPU = "TPUs need separate APIs, those of torch_xla, which this toolkit does n
 
 
 class Refused(Exception):
-    """Raised for a key whose meaning is not to be had here."""
+    """Raised for a value that has no equivalent in this toolkit."""
 
     def __init__(self, rule: str, fix: str):
         self.rule, self.fix = rule, fix
@@ -21,7 +21,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Meaning:
-    """Settings of the TOML or variables of the launch that a key is here, or neither; and ``why``."""
+    """The equivalent of a key, as ``settings`` of the TOML or variables of the ``launch``; and ``why``."""
 
     why: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ Rule = Callable[[Any, Values], Meaning]
 
 
 def switch(value: Any) -> bool:
-    """A value that says yes or no in one of YAML's or accelerate's ways.
+    """Parse a boolean in one of YAML's or accelerate's forms.
 
     Raises:
         Refused: it says neither.
@@ -47,12 +47,12 @@ def switch(value: Any) -> bool:
 
 
 def is_on(value: Any) -> bool:
-    """Return whether a value asks for something, rather than for nothing."""
+    """Return whether a value enables something."""
     return bool(value) and str(value).strip().lower() not in ("false", "no", "off", "none", "0", "")
 
 
 def number(value: Any, least: int = 1) -> int:
-    """A whole number, also one written 1e8, which YAML takes for a string.
+    """Parse an integer, also in a form such as 1e8, which YAML reads as a string.
 
     Raises:
         Refused: it is none, or below ``least``.
@@ -66,7 +66,7 @@ def number(value: Any, least: int = 1) -> int:
 
 
 def word(value: Any, names: tuple[str, ...]) -> str:
-    """The one of ``names`` that ``value`` is, in whatever case.
+    """Return the name in ``names`` that equals ``value``, ignoring case.
 
     Raises:
         Refused: it is none of them.
@@ -78,12 +78,12 @@ def word(value: Any, names: tuple[str, ...]) -> str:
 
 
 def gone(why: str) -> Rule:
-    """A key for something that needs none here, whatever its value."""
+    """Return the rule of a key that is not needed in this toolkit, whatever its value."""
     return lambda value, values: Meaning(why)
 
 
 def off(reason: str, fix: str) -> Rule:
-    """A key for something that is not here, which may say that it is not wanted."""
+    """Return the rule of a key for an unsupported feature, which may only be disabled."""
 
     def rule(value: Any, values: Values) -> Meaning:
         if is_on(value):
@@ -94,5 +94,5 @@ def off(reason: str, fix: str) -> Rule:
 
 
 def tpu() -> Rule:
-    """A key for TPUs."""
+    """Return the rule of a key for TPUs."""
     return off(NO_TPU, "remove it, and train on GPUs or CPUs")

@@ -1,4 +1,4 @@
-"""Files of accelerate and options of a Trainer as a list of keys, each with its line."""
+"""Read accelerate's files and a Trainer's options as a list of keys, each with its line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Given:
 
 
 def read_file(path: Path) -> list[Given]:
-    """Every key of a YAML or JSON file, those of inner tables too, with its line.
+    """Return every key of a YAML or JSON file, including those of inner tables, with its line.
 
     Raises:
         ConfigError: it cannot be read, or is not a table of keys.
@@ -64,7 +64,7 @@ def read_file(path: Path) -> list[Given]:
 
 
 def _inside(prefix: str, value: Any, name: str, origin: str) -> Iterator[Given]:
-    """The keys of an inner table, under the names that they have outside of it."""
+    """Yield the keys of an inner table, by the names that they have outside of it."""
     if not isinstance(value, dict | None):
         raise ConfigError(Problem("must be a table of keys", "give it keys of its own", name, value, origin))
     for key, (inner, where) in (value or {}).items():
@@ -124,7 +124,7 @@ def _no_table(path: Path) -> ConfigError:
 
 
 def read_trainer(options: argparse.Namespace) -> list[Given]:
-    """The keys of a Trainer's --fsdp, --fsdp_config, --bf16 and --fp16; the file is nearer than the words."""
+    """Return the keys of a Trainer's --fsdp, --fsdp_config, --bf16 and --fp16; the file overrides --fsdp."""
     given = []
     if options.fsdp_config:
         for item in read_file(options.fsdp_config):

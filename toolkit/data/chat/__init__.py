@@ -1,1 +1,1 @@
-"""Conversations as prompts: chat formats of model families, and chat templates of models."""
+"""Conversion of conversations to prompts: chat formats of model families, and chat templates of models."""

@@ -2,7 +2,7 @@
 
 A message is a mapping with ``role`` and ``content``. Every format takes the ids of special tokens from the
 tokenizer and encodes the rest as plain text, so that "<|eot_id|>" or "</s>" in a message stays text and
-cannot end its turn. BOS is added by the format, and only once.
+cannot end its turn. The format adds BOS, and only once.
 
 :func:`chat_format` uses the requested format, else the tokenizer's own template
 (:mod:`toolkit.data.chat.template`), else the format whose special tokens exist in the tokenizer.
@@ -36,8 +36,8 @@ def chat_format(
     training: bool = False,
     mask_empty_thinking: bool = False,
 ) -> ChatFormat:
-    """Return the chat format of ``tokenizer``'s model, or the requested one: ``asked`` is a format, a jinja
-    template or a template file.
+    """Return the chat format of ``tokenizer``'s model, or the one requested by ``asked``, which is a format,
+    a jinja template or a template file.
 
     ``variables`` are passed to a template. In ``training``, ids do not depend on the date.
     ``mask_empty_thinking`` excludes empty think blocks inserted by the template from the loss.

@@ -27,7 +27,7 @@ def without_loss(corpus: TokenCache, seq_len: int) -> np.ndarray:
 def places(corpus: TokenCache, seq_len: int, *, predicted: int = 1) -> np.ndarray:
     """Return the number of positions of each conversation in a row of ``seq_len``.
 
-    It is one less than the number of tokens, because the last token is only ``predicted``, and at most the
+    The number is one less than that of tokens, because the last token is only ``predicted``, and at most the
     row length. The two conversations of a pair share a row: the longer one is truncated, or both to half a
     row.
     """

@@ -1,9 +1,9 @@
 """Render chat templates in a separate process with time and memory limits.
 
-A template comes with a downloaded model. jinja's sandbox restricts what it can access, but does not prevent
-infinite loops or unbounded texts, which can occur even during compilation. The process serves one template,
-with one line of JSON per request and reply, and exits with its parent. It imports jinja and nothing of this
-toolkit.
+A template comes with a downloaded model. jinja's sandbox restricts what a template can access, but does not
+prevent infinite loops or unbounded texts, which can occur even during compilation. The process serves one
+template, with one line of JSON per request and reply, and exits with its parent. The process imports jinja
+but no module of this toolkit.
 """
 
 from __future__ import annotations

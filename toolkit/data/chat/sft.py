@@ -84,7 +84,7 @@ class ConversationEncoder:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything besides text and tokenizer that ids and weights depend on."""
+        """Everything that determines ids and weights, except text and tokenizer."""
         shape = [self.shape.format, sorted(self.shape.names.items())]
         special = sorted(self.tokenizer.special_tokens.items())  # some tokenizers store them in another file
         options = [self.options.train_on, self.options.mask_empty_thinking]

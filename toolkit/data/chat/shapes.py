@@ -54,8 +54,8 @@ _LEAST, _MOST = 1e-9, 1e9
 class Conversation(NamedTuple):
     """Messages with role and content. ``weights`` are the loss weights of messages, if not 1, to be
     multiplied by the row's ``weight``. The assistant's messages before message ``first`` belong to a prompt
-    and are not in the loss. ``tools`` are the callable tools. ``desirable`` is the label of an answer,
-    ``margin`` that by which the chosen answer of a pair is better."""
+    and are not in the loss. ``tools`` are the callable tools. ``desirable`` is the label of an answer, and
+    ``margin`` the margin by which the chosen answer of a pair is better."""
 
     messages: list[dict[str, Any]]
     weights: Mapping[int, float] = {}
@@ -68,8 +68,8 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A format, with the names of columns and keys in a corpus. Pairs can have more ``data``: the answers are
-    conversations of their own with "labels", or have "margins"."""
+    """A format, with the names of columns and keys in a corpus. Pairs can have more ``data``: "labels", where
+    each answer is a separate conversation, or "margins"."""
 
     format: str
     renamed: tuple[tuple[str, str], ...] = ()
@@ -367,7 +367,7 @@ def _plain(value: Any, where: str, keep_nulls: bool = False, depth: int = 0) -> 
     """Copy a JSON value, dropping null keys unless ``keep_nulls``; items of lists are kept.
 
     Arrow gives each object the keys of the same object in all other rows, as null, and JSON lines exported
-    from Arrow contain them too. They cannot be distinguished from nulls in the original data.
+    from Arrow contain them too. These nulls cannot be distinguished from those in the original data.
 
     Raises:
         DataError: A text or key is not UTF-8, or the nesting is too deep.

@@ -1,12 +1,12 @@
 """Jinja chat templates, from a Hugging Face model or a user's file.
 
-A template inserts the names of special tokens into its text. To prevent messages from doing the same, a
-character that occurs nowhere else is inserted into every special token's name in a message. It is removed
-after the rendered text has been split at the names written by the template.
+A template inserts the names of special tokens into its text. Messages must not be able to do the same, so a
+character that occurs nowhere else is inserted into every special token's name in a message. This character is
+removed after the rendered text has been split at the names that the template wrote.
 
-Templates come with downloaded models. They run in jinja's sandbox, which gives access only to the values
-passed in, and in a process with time and memory limits (:mod:`toolkit.data.chat.render`). Names and filters
-are those of transformers.
+Templates come with downloaded models. Templates run in a process with time and memory limits
+(:mod:`toolkit.data.chat.render`), in jinja's sandbox, which gives access only to the values passed in. Names
+and filters are those of transformers.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Render(Protocol):
 
 
 class AnswerPrompts:
-    """Prompts of answers in one template; each call gets the template as ``render``.
+    """Prompts of answers in one template; every method takes the template as ``render``.
 
     ``switches``: the template uses the variable :data:`SWITCH`. ``masks_empty``: an answer starts after an
     empty think block.
@@ -60,8 +60,8 @@ class AnswerPrompts:
         return self._found
 
     def _find_openings(self, render: Render) -> tuple[str | None, list[str]]:
-        """Return what the generation prompt adds to a dialog by default, and the additions with thinking
-        enabled and disabled, longest first; empty if they cannot be determined."""
+        """Return the text that the generation prompt adds to a dialog by default, and that added with
+        thinking enabled and disabled, longest first; empty if they cannot be determined."""
         found: list[str | None] = []
         for thinking in (None, True, False) if self._switches else (None,):
             try:

@@ -14,8 +14,8 @@ _MAX_KNOWN = 10_000
 
 
 class UnwrittenKeys:
-    """Detects ignored parts once per structure (roles, keys, number of calls) of a conversation, because
-    templates depend on nothing else and a corpus has few structures."""
+    """Detects ignored parts once per structure of a conversation (roles, keys, number of calls), because
+    templates depend only on the structure, and a corpus has few."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, tuple[Unwritten, ...]] = {}
@@ -28,7 +28,7 @@ class UnwrittenKeys:
     ) -> tuple[Unwritten, ...]:
         """Return the keys whose removal does not change the conversation's text.
 
-        A conversation of only user and assistant texts is not rendered.
+        Conversations of only user and assistant texts are not rendered.
         """
         lacking = list(_lacking(messages, tools))
         if not lacking:

@@ -10,9 +10,9 @@ The ``.model`` files come first because Meta's own code reads them, and because 
 faster than the JSON tokenizer of the same vocabulary, with the same ids. Tokens that were added later are
 included: their names and ids are read from ``tokenizer_config.json`` in the same folder, or from the files in
 which other releases of transformers store them. A tokenizer.json next to a SentencePiece model is preferred
-in two cases. It puts a space only before the first word of a prompt, whereas the model would put one after
-each special token of a dialog; or it has added tokens that are not special, such as ``<think>``, which the
-model does not know.
+in two cases. The first is that it puts a space only before the first word of a prompt, whereas the model puts
+one after each special token of a dialog. The second is that it has added tokens that are not special, such as
+``<think>``, which the model does not have.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _any(items: Any, key: str, value: Any) -> bool:
 def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
     """Return whether plain text starts with the token ``bos_id``, as in transformers.
 
-    tokenizer.json decides if it exists, else ``add_bos_token`` in tokenizer_config.json; the default is True,
-    as with Meta's files.
+    tokenizer.json decides if it exists, otherwise ``add_bos_token`` in tokenizer_config.json. The default is
+    True, as for Meta's files.
 
     Raises:
         DataError: BOS is requested but does not exist, or a file cannot be read.
@@ -192,7 +192,7 @@ def adds_bos(files: TokenizerFiles, bos_id: int | None) -> bool:
 def declared(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, overridden by special_tokens_map.json if it lists no added tokens.
 
-    This is the precedence in transformers.
+    transformers has the same precedence.
 
     Raises:
             DataError: One of the files is not a JSON object.

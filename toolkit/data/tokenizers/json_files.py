@@ -43,7 +43,7 @@ def first_added(post_processor: Any, folder: Path) -> int | None:
 
 @contextmanager
 def tokenizers_errors(path: Path) -> Iterator[None]:
-    """Add the file name to a plain Exception or a panic of the tokenizers library.
+    """Add the file name to exceptions and panics of the tokenizers library.
 
     Raises:
         DataError: The library raised one of them.

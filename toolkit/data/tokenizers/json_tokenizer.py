@@ -13,7 +13,7 @@ from toolkit.data.tokenizers.tokenizer import Tokenizer, without_surrogates
 class JsonTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``, run by the tokenizers library.
 
-    Its template, truncation and padding are not applied, and special tokens in text are not recognized.
+    Its template, truncation and padding are not applied; special tokens in text are not recognized.
     """
 
     _version = "2"  # version 1 recognized special tokens in text in processes that tokenized a corpus

@@ -69,7 +69,7 @@ def other_model(what: str) -> DataError:
 def special_tokens(
     form: TiktokenForm, n_ranks: int, folder: Path, added: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return names and ids of the special tokens after ``n_ranks`` ranks: ``added``, from the
+    """Return names and ids of the special tokens after ``n_ranks`` ranks. They are ``added``, from the
     ``tokenizer_config.json`` in ``folder``, and the format's special tokens for all other ids."""
     listed = {name: token for name, token in added.items() if token >= n_ranks}
     of_form = form.special_tokens(folder if n_ranks == form.n_ranks else None)

@@ -38,7 +38,7 @@ class TiktokenTokenizer(Tokenizer):
         does.
 
         Ranks trained with the regex have no such token. Whitespace is not checked because its split depends
-        on what follows: "\\n " is part of the word "\\n \\n", but two words by itself.
+        on the next character: "\n " is part of the word "\n \n", but two words by itself.
         """
         for token, rank in ranks.items():
             try:

@@ -1,8 +1,8 @@
 """Convert a tiktoken tokenizer to a tokenizer.json for transformers. Imports no torch.
 
-A tiktoken file ranks tokens; Hugging Face's tokenizers needs the pairs that merge into each token. If a whole
-word is a token, it is used directly (``ignore_merges``), as in tiktoken. Otherwise the pair whose result has
-the lowest rank merges first, so every pair of tokens that forms a token is listed, by the rank of the result.
+A tiktoken file ranks tokens, but Hugging Face's tokenizers needs the pairs that merge into each token. If a
+whole word is a token, it is used directly (``ignore_merges``), as in tiktoken. Otherwise the pair whose
+result has the lowest rank merges first. So every pair of tokens that forms a token is listed, by its rank.
 """
 
 from __future__ import annotations

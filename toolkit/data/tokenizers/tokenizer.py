@@ -5,10 +5,10 @@ order and kinds) and returns a :class:`Tokenizer`. Ids are exactly those of the 
 
 Rules for all kinds:
 
-* Text is text: ``encode`` never converts "<|eot_id|>" or "</s>" in a text to the special token. To compose a
-  prompt, take ids from ``special_tokens``.
+* Text is text, so ``encode`` never converts "<|eot_id|>" or "</s>" in a text to the special token. To compose
+  a prompt, take ids from ``special_tokens``.
 * BOS and EOS are added only on request. To encode plain text for training, generation or scoring, request BOS
-  if ``adds_bos`` is True; the tokenizer's files determine it.
+  if ``adds_bos``, which the tokenizer's files determine, is True.
 * ``decode(encode(text))`` returns any Unicode text unchanged, with two exceptions. A lone surrogate (half a
   UTF-16 pair, which is not valid Unicode) becomes U+FFFD, as in tiktoken. SentencePiece represents a space as
   U+2581, so a U+2581 in the text becomes a space.

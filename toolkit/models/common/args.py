@@ -13,7 +13,7 @@ from toolkit.io.json_fields import is_count, is_positive, is_size
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of low RoPE frequencies to a context ``factor`` times longer."""
+    """Llama 3.1's scaling of low RoPE frequencies for a context ``factor`` times longer."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -51,14 +51,14 @@ Scaling = RopeScaling | LinearScaling | YarnScaling
 
 
 def yarn_factor(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's factor of rotations for a context ``factor`` times longer."""
+    """Return YaRN's factor for the rotations in a context ``factor`` times longer."""
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A sequence classification head that replaces the LM head. It returns one score per label, after fully
-    connected layers of ``hidden_sizes``."""
+    """A sequence classification head that replaces the LM head. The head returns one score per label, after
+    fully connected layers of ``hidden_sizes``."""
 
     labels: tuple[str, ...]
     hidden_sizes: tuple[int, ...] = ()
@@ -68,9 +68,9 @@ class Classifier:
 class MoEArgs:
     """Mixture of experts instead of a block's feed-forward; names are torchtitan's.
 
-    A router gives each token a score for each expert, a softmax over experts or a sigmoid, and sends it to
-    the ``top_k`` experts with the largest scores. Their outputs are added, weighted by their scores: divided
-    by their sum if ``route_norm``, and multiplied by ``route_scale``.
+    For each token, a router computes a score per expert, by a softmax over experts or a sigmoid, and sends
+    the token to the ``top_k`` experts with the largest scores. The experts' outputs are summed, weighted by
+    these scores, which are divided by their sum if ``route_norm`` and multiplied by ``route_scale``.
 
     Attributes:
         ffn_dim: feed-forward width of an expert.
@@ -144,10 +144,10 @@ class MoEArgs:
 class MLAArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Keys and values are made from a latent vector of ``kv_lora_rank`` elements, and queries from one of
-    ``q_lora_rank``; 0 makes queries from the hidden states. A head of queries and keys has
-    ``qk_nope_head_dim`` elements without and ``qk_rope_head_dim`` with rotary embeddings; the latter are the
-    same for the keys of all heads.
+    Keys and values are projected from a latent vector of ``kv_lora_rank`` elements, and queries from one of
+    ``q_lora_rank`` elements, or from the hidden states if that is 0. A head of queries or keys has
+    ``qk_nope_head_dim`` elements without and ``qk_rope_head_dim`` with rotary embeddings; all heads of keys
+    share the latter.
     """
 
     q_lora_rank: int
@@ -259,7 +259,7 @@ def override_args(
 
     ``overrides`` are the ``model.*`` keys: the fields of :class:`ModelArgs`, and ``rope_scaling_factor`` for
     ``rope_scaling``. A factor of 1 turns scaling off; if the base has no scaling, its ``max_seq_len`` is the
-    original context. Dependent fields follow unless they are overridden too: ``head_dim`` stays
+    original context. Dependent fields are adjusted unless they are overridden too. Thus ``head_dim`` stays
     ``dim / n_heads`` if it was, ``ffn_dim`` is computed from ``dim`` by ``ffn_rule`` if there is one, and
     ``n_kv_heads`` follows ``n_heads`` if they were equal.
 
@@ -295,7 +295,7 @@ def _scaling(base: ModelArgs, factor: float) -> Scaling | None:
 
 
 def _check_together(args: ModelArgs, asked: Mapping[str, Any], *, derived_head_dim: bool) -> None:
-    """Check that dependent sizes are consistent; blame the first field in ``asked``."""
+    """Check that dependent sizes are consistent; report the first field in ``asked``."""
     # The number of heads must fit the model's other sizes; the number of KV heads may follow it.
     kv = args.n_kv_heads if args.n_kv_heads != args.n_heads or asked.get("n_kv_heads") else 1
     heads = [n for n in divisors(args.dim) if n % kv == 0 and args.dim // n % 2 == 0]

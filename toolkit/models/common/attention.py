@@ -23,10 +23,10 @@ class AttentionBackend:
     """softmax(q kᵀ / √E) v, causal and within documents; each KV head serves H / K query heads.
 
     With a ``window``, a query attends only to itself and the ``window`` - 1 tokens before it. If ``chunked``,
-    documents are instead split into chunks of ``window`` tokens, and a query attends within its chunk.
-    ``takes_sinks``: ``sinks_H`` are logits, one per head, that join the denominator of the softmax.
-    ``takes_padding``: rows may begin with padding, as a separate document of any length, in any dtype.
-    ``takes_latents``: latent attention passes latent vectors as the keys and values of one head.
+    documents are instead split into chunks of ``window`` tokens, and a query attends within its chunk. With
+    ``takes_sinks``, ``sinks_H`` are logits, one per head, that join the denominator of the softmax. With
+    ``takes_padding``, rows may begin with padding, as a separate document of any length, in any dtype. With
+    ``takes_latents``, latent attention passes latent vectors as the keys and values of one head.
     """
 
     takes_sinks = False

@@ -28,9 +28,10 @@ def choose_attention(
     learned prefix, which only SDPA supports. ``sinks``: the model has attention sinks. On CPU, "auto" is
     blockwise with ``cpu_fast_paths``. SDPA, the only other backend that can train there, is faster only for
     fp32 rows of at least 2,048 tokens without documents. On CUDA, "auto" is the backend in the flavor's name,
-    if any; else SDPA for plain causal attention, where it has fused kernels, and flex for documents, where
-    SDPA needs a dense mask (S² bytes per sample) and a slower kernel, and for sinks, where SDPA stores all
-    scores. The choice on CUDA follows published results; ``benchmarks/attention.py`` measures a device.
+    if any. Otherwise it is SDPA for plain causal attention, where it has fused kernels, and flex for
+    documents or sinks. With documents, SDPA needs a dense mask (S² bytes per sample) and a slower kernel;
+    with sinks, it stores all scores. The choice on CUDA follows published results;
+    ``benchmarks/attention.py`` measures a device.
     """
     if asked != "auto":
         return asked

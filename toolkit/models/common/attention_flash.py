@@ -14,7 +14,7 @@ from toolkit.models.common.attention_sdpa import causal_mask, sdpa
 
 
 class Flash(AttentionBackend):
-    """``SDPA`` restricted to the flash kernel, which supports no masks; raises where torch would use
+    """``SDPA`` restricted to the flash kernel, which supports no masks; raises an error where torch would use
     another."""
 
     def mask(

@@ -1,8 +1,8 @@
 """FlexAttention (Dong et al. 2024, arXiv:2412.05496): a fused kernel that skips fully masked blocks.
 
-Memory is linear in the sequence length; any dtype; head dim at least 16. torch.compile generates the kernel
-on the first step, and again for each new shape. On CPU it computes all scores and has no backward, so it is
-for tests only.
+Memory is linear in the sequence length. Any dtype is supported, with head dims of at least 16. torch.compile
+generates the kernel on the first step, and again for each new shape. On CPU it computes all scores and has no
+backward, so it is for tests only.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from toolkit.models.common.attention import AttentionBackend, Prefix
 class SDPA(AttentionBackend):
     """torch's scaled_dot_product_attention: runs on any device; documents and windows use a dense mask.
 
-    Sinks store all scores, because torch's function returns no log-sum-exp.
+    With sinks, all scores are stored, because torch's function returns no log-sum-exp.
     """
 
     takes_padding = takes_sinks = True
@@ -157,7 +157,7 @@ def scaled_dot_product(
 def cuda_kernels(q_BHSE: Tensor, k_BKSE: Tensor, mask: Tensor | None) -> Kernels:
     """Return the CUDA kernels to use for these inputs, in order of preference.
 
-    On Hopper, torch prefers cuDNN for all inputs. It is the fastest in training, but takes about 30 ms to
+    On Hopper, torch prefers cuDNN for all inputs. cuDNN is the fastest in training, but takes about 30 ms to
     build a plan for each new length, and its gradients become NaN under masks or at lengths that are not
     multiples of 128 (pytorch issue 196678, cudnn-frontend issues 160 and 1072). It is therefore used only in
     training, for full causal rows whose length is a multiple of 128. Flash handles other rows without a dense

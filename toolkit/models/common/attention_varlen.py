@@ -1,7 +1,7 @@
 """torch's varlen_attn: the flash kernel over concatenated documents. CUDA, bfloat16 or float16.
 
-Memory is linear in the sequence length, and nothing is compiled; head dim a multiple of 8, up to 256. Finding
-the documents synchronizes with the device once per forward, because their number is a tensor shape.
+Memory is linear in the sequence length, and nothing is compiled. Head dims are multiples of 8 up to 256.
+Finding the documents synchronizes with the device once per forward, because their number is a tensor shape.
 
 Shapes: T = B·S tokens, N documents of all rows together.
 """
@@ -69,7 +69,7 @@ class VarlenAttention(AttentionBackend):
 
 
 def document_bounds(documents_BS: Tensor) -> Tensor:
-    """Return the offsets of runs of equal ids in the concatenated rows: (N + 1,) int32."""
+    """Return the offsets of runs of equal ids in the concatenated rows, (N + 1,) int32."""
     begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     begins_N = begins_BS.flatten().nonzero().flatten()

@@ -2,7 +2,7 @@
 
 A block is pure: it returns these values, so activation checkpointing may recompute it. Decoder sums them
 outside the block, once per micro-batch. A loss enters the objective only in backward: its gradient is
-attached to the hidden states, which works alike in a whole model and in a pipeline stage.
+attached to the hidden states, which works in a whole model and in a pipeline stage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class BlockOutput(NamedTuple):
     """Hidden states (B, S, D), and named scalars, each summed over the tokens.
 
     Under tensor and context parallelism, a rank sums over its shard of the sequence. The gradient of
-    ``losses`` is added to the objective's gradient. ``losses`` and ``statistics`` are logged as means per
-    token of the batch, whether it has a label or not, summed over layers, under the names of
+    ``losses`` is added to the objective's gradient. ``losses`` and ``statistics`` are summed over layers and
+    logged as means per token of the batch, with or without a label, under the names of
     :meth:`~toolkit.models.common.spec.ModelSpec.metric_names`. ``per_layer`` are tensors of any shape that
     are summed over tokens, but not over layers.
     """

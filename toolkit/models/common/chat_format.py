@@ -30,7 +30,7 @@ class ChatTokenizer(Protocol):
 
 
 class Turns(NamedTuple):
-    """The ``ids`` of a dialog, and the id range of each answer, including the end of its turn."""
+    """The ``ids`` of a dialog, and the range of ids of each answer, including the end of its turn."""
 
     ids: list[int]
     answers: list[tuple[int, int]]
@@ -58,7 +58,7 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 class ChatFormat(ABC):
-    """Layout of a dialog for a model.
+    """The format of dialogs that a model expects.
 
     Attributes:
         name: Name of the format, or the path of a template file.

@@ -1,8 +1,8 @@
 """Sequence classification head, with its loss and the counts for validation metrics.
 
-It scores every token; the label of a sequence is at its last token, and other tokens are ignored, because a
-row may contain several documents, or a part of one (context parallelism). transformers pools the same token,
-the last one that is not padding.
+The head scores every token, because a row may contain several documents or, with context parallelism, a part
+of one. The label of a sequence is at its last token; other tokens are ignored. transformers uses the same
+token, the last one that is not padding.
 
 Shapes: B batch, S sequence, T = B·S tokens, D model dim, L labels.
 """

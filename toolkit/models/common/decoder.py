@@ -98,8 +98,8 @@ class Decoder(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, or experts, with pre-norms and residual connections. A family's block may
-    return a :class:`BlockOutput`, and one with experts does."""
+    """Attention and feed-forward, or experts, with pre-norms and residual connections. Blocks with experts,
+    and those of some families, return a :class:`BlockOutput`."""
 
     def __init__(self, args: ModelArgs, attention: AttentionBackend, layer: int = 0):
         super().__init__()
@@ -124,7 +124,7 @@ class TransformerBlock(nn.Module):
         return h_BSD + self.feed_forward(x_BSD)
 
     def attend(self, h_BSD: Tensor, rotations: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        """Return the hidden states with what attention adds, and the input of the feed-forward."""
+        """Return the hidden states after attention, and the input of the feed-forward."""
         h_BSD = h_BSD + self.attention(self.attention_norm(h_BSD), rotations, mask)
         return h_BSD, self.ffn_norm(h_BSD)
 

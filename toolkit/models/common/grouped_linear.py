@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT = 8
-"""Widths that torch's grouped_mm takes are multiples of this: 16 bytes in bf16. Groups of rows may have any
-size."""
+"""torch's grouped_mm requires widths that are multiples of this: 16 bytes in bf16. Groups of rows may have
+any size."""
 
 
 def grouped_linear(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply the rows that belong to expert e, those up to ``ends_E[e]`` (int32), by its weight. Returns
-    (M, N).
+    """Multiply the rows of each expert e, which end at ``ends_E[e]`` (int32), by its weight. Returns (M, N).
 
     On CUDA in bf16, torch's grouped_mm reads the ends on the device, so the host does not wait. Widths that
     are not multiples of 8, such as an adapter's rank, are padded by copies. Elsewhere a loop runs one matmul

@@ -192,14 +192,14 @@ class HFConfig:
         return dict(sorted(fields.items()))
 
     def read_moe(self, fields: Fields) -> MoEArgs | None:
-        """Read the experts of a family that has them; this one has none."""
+        """Read the fields of experts, in families that have them; this base class rejects them."""
         for key in _EXPERTS:
             if key in fields.values:
                 fields.reject(key, f"must be absent or null: {self.display_name} has no mixture of experts")
         return None
 
     def read_choice(self, fields: Fields, name: str, experts: int, top_k: int) -> tuple[int, int]:
-        """Read the number of experts, under ``name`` if no version of transformers has its own, and how many
+        """Read the number of experts, in a field of transformers or else in ``name``, and the number that
         compute a token; ``experts`` and ``top_k`` are the defaults."""
         key = next((key for key in _EXPERTS if key in fields.values), name)
         experts, top_k = fields.count(key, experts), fields.count("num_experts_per_tok", top_k)
@@ -339,7 +339,8 @@ def generation_config_json(
 
 def _padding(bos: int | None, eos: int | list[int] | None, pad: int | None, *, answers: bool) -> int | None:
     """Return the padding token of a classifier, without which transformers rejects batches of several texts.
-    It scores the last other token; ``answers`` of a reward model end with EOS, which is then not padding."""
+    The classifier scores the last token that is not padding. ``answers`` of a reward model end with EOS,
+    which is then not padding."""
     ends = eos if isinstance(eos, list) else [eos]
     if answers and bos is not None and (pad is None or pad in ends):
         return bos

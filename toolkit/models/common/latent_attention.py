@@ -23,10 +23,10 @@ _NORM_EPS = 1e-6
 
 
 class LatentAttention(Attention):
-    """Attention whose keys and values are made from a latent vector per token.
+    """Attention whose keys and values are projected from one latent vector per token.
 
-    Backends expect heads of one size, so values are padded to E elements, which their outputs lose again. A
-    backend that caches takes the latent vectors themselves.
+    Backends expect heads of one size, so values are padded to E elements, and outputs cut back to V. Backends
+    with a cache take the latent vectors themselves.
     """
 
     def __init__(self, args: ModelArgs, backend: AttentionBackend):
@@ -100,7 +100,7 @@ class LatentAttention(Attention):
 
 
 def _score_scale(args: ModelArgs) -> float:
-    """Return the factor of the scores besides 1 / √E."""
+    """Return the factor by which scores are multiplied in addition to 1 / √E."""
     yarn = args.rope_scaling
     if not isinstance(yarn, YarnScaling) or not yarn.mscale_all_dim:
         return 1.0

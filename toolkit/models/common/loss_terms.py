@@ -57,7 +57,7 @@ def _with_checks(losses: TokenLosses, config: Config) -> TokenLosses:
 
 def regularized_losses(logits_TV: Tensor, labels_T: Tensor, *, smoothing: float, z_loss: float) -> Tensor:
     """Return cross-entropy with label smoothing as in torch (Szegedy et al. 2015, arXiv:1512.00567), plus
-    ``z_loss`` · log² Z with Z the softmax's denominator (Chowdhery et al. 2022, arXiv:2204.02311)."""
+    ``z_loss`` · log² Z, where Z is the softmax's denominator (Chowdhery et al. 2022, arXiv:2204.02311)."""
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     counted_T = labels_T != IGNORED_LABEL
     log_z_T = logits_TV.logsumexp(-1)

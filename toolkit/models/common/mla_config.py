@@ -1,4 +1,4 @@
-"""Latent attention and its experts in config.json, as DeepSeek's models have them. Imports no torch."""
+"""Fields of latent attention and its experts in config.json, as in DeepSeek's models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FP8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @dataclass(frozen=True)
 class MLAConfig(HFConfig):
-    """A config.json with latent attention. Its head_dim, if any, is that of the rotated part.
+    """A config.json with latent attention. The file's head_dim, if any, is that of the rotated part.
 
     Attributes:
         experts: defaults of absent fields.
@@ -28,7 +28,7 @@ class MLAConfig(HFConfig):
     @property
     @abstractmethod
     def fixed(self) -> dict[str, Any]:
-        """Fields with the only value that is supported."""
+        """Fields for which only one value is supported."""
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
         fields = Fields(values)
@@ -112,8 +112,8 @@ class MLAConfig(HFConfig):
 
 
 def _readable(values: dict[str, Any], mla: MLAArgs) -> dict[str, Any]:
-    """Return ``values`` with the head dim of queries and keys, and without the model code and the format of
-    weights of published folders, which this toolkit computes and reads itself."""
+    """Return ``values`` with the head dim of queries and keys, and without two fields of published folders
+    that need not be supported: the model code and the FP8 format of the weights."""
     values = {**values, "head_dim": mla.head_dim}
     code, quantized = values.get("auto_map"), values.get("quantization_config")
     if isinstance(code, dict) and all(

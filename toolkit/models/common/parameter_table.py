@@ -34,10 +34,10 @@ ONES = Init(mean=1.0)
 
 @dataclass(frozen=True)
 class Fused:
-    """Layout of a Hugging Face tensor that contains ``count`` parameters of all experts, side by side in the
-    last dimension: this one has the block of columns with the index ``first``, or, if ``interleaved``, every
-    ``count``-th column from ``first`` on. Matrices are transposed; ``peft_swaps`` tells whether PEFT takes
-    their inputs for outputs, because transformers does not mark them as transposed."""
+    """Layout of a Hugging Face tensor that contains ``count`` parameters of all experts side by side in the
+    last dimension, transposed. This parameter has the block of columns with the index ``first`` or, if
+    ``interleaved``, every ``count``-th column from ``first`` on. ``peft_swaps`` tells whether PEFT takes the
+    inputs for outputs, because transformers does not mark the tensor as transposed."""
 
     first: int = 0
     count: int = 1
@@ -45,7 +45,7 @@ class Fused:
     peft_swaps: bool = False
 
     def columns(self, size: int, rows: slice | None = None) -> slice:
-        """Return the columns that are ``rows`` of the parameter's ``size`` rows, by default all of them."""
+        """Return the columns that store ``rows`` of the parameter, by default all ``size`` of them."""
         rows = rows or slice(0, size)
         if self.interleaved:
             return slice(rows.start * self.count + self.first, rows.stop * self.count, self.count)
@@ -130,7 +130,7 @@ class ParameterRow:
 
     @property
     def active_size(self) -> int:
-        """Number of elements that compute a token."""
+        """Number of elements used to compute one token."""
         return self.size // self.experts * self.chosen if self.experts else self.size
 
 
@@ -148,8 +148,8 @@ def expert_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
 
 
 def _inits(layer: int) -> tuple[Init, Init]:
-    """Return torchtitan's initialization for Llama 3: of most projections, and of those into the residual
-    stream, which shrink with depth."""
+    """Return torchtitan's initialization for Llama 3: that of most projections, and that of projections into
+    the residual stream, which shrinks with depth."""
     return Init(std=0.02), Init(std=0.02 / math.sqrt(2 * (layer + 1)))
 
 
@@ -204,8 +204,8 @@ def attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
 
 
 def latent_attention_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
-    """Return the rows of a block's norms and latent attention. The projections to latent vectors are computed
-    on every rank of a tp group, and split by heads behind them."""
+    """Return the rows of a block's norms and latent attention. The projections to latent vectors are
+    replicated over a tp group; those from them are split by heads."""
     mla, dim = args.mla, args.dim
     assert mla is not None
     drawn, into_residual = _inits(layer)
@@ -310,8 +310,8 @@ def decoder_rows(args: ModelArgs, blocks: Iterable[Sequence[ParameterRow]]) -> l
     """Return the rows of a decoder with ``blocks``, in parameter order, without a tied head.
 
     A tied embedding cannot start with torchtitan's standard deviation of 1: each token would predict itself
-    with a logit of D. It starts with 0.02, as is usual for tied models. It stays in FSDP's root unit, because
-    it is read at both ends of the forward.
+    with a logit of D. A tied embedding therefore starts with 0.02, as is usual. The embedding stays in FSDP's
+    root unit, because it is read at both ends of the forward.
     """
     tied = args.tie_embeddings
     embedding = ParameterRow(
@@ -410,7 +410,7 @@ class ParameterTable(Mapping[str, ParameterRow]):
 
     @cached_property
     def active_in_blocks(self) -> int:
-        """Number of the blocks' parameters that compute a token."""
+        """Number of the blocks' parameters used to compute one token."""
         return sum(row.active_size for rows in self.blocks for row in rows)
 
     def units(self) -> list[tuple[str, ...]]:
@@ -436,8 +436,8 @@ class ParameterTable(Mapping[str, ParameterRow]):
         return self._hf[name]
 
     def from_hf(self, name: str) -> list[tuple[str, int]]:
-        """Return our names of what the Hugging Face tensor ``name`` contains, several if it is fused, each
-        with the index of its expert, or 0; none for rotary frequencies, which are computed.
+        """Return our names of the parameters in the Hugging Face tensor ``name`` (several if it is fused),
+        each with the index of its expert, or 0. Rotary frequencies have no name, because they are computed.
 
         An unknown name gets a suffix, so that it is reported as unexpected even if it equals one of our names
         (as norm.weight does in a model saved without its head).
@@ -460,7 +460,7 @@ class ParameterTable(Mapping[str, ParameterRow]):
 
 
 def hf_row_order(rows: Sequence[int], head_dim: int) -> list[int]:
-    """Return, for each of Hugging Face's ``rows`` of q_proj or k_proj, the index of the equal row of ours.
+    """Return, for each of Hugging Face's ``rows`` of q_proj or k_proj, the index of the same row of ours.
 
     RoPE rotates pairs of rows of a head. Meta's pairs, and ours, are adjacent, 2p and 2p + 1; Hugging Face's
     are half a head apart, p and p + E/2, where E is the head dim. Only the weights, biases and norms of

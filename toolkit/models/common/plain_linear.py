@@ -1,4 +1,4 @@
-"""Check layers before another class replaces them."""
+"""Check the class of a layer before another class replaces it."""
 
 from __future__ import annotations
 

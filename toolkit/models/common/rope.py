@@ -16,7 +16,7 @@ from toolkit.models.common.args import LinearScaling, ModelArgs, RopeScaling, Ya
 
 
 def rope_frequencies(args: ModelArgs, device: torch.device | None = None) -> Tensor:
-    """Return the frequency of each pair in radians per position: (P,) fp64, scaled if the model is."""
+    """Return the frequency of each pair in radians per position, (P,) fp64, scaled if the model is."""
     exponents = torch.arange(0, args.rope_dim, 2, dtype=torch.float64, device=device) / args.rope_dim
     frequencies = args.rope_theta**-exponents
     match args.rope_scaling:
@@ -62,12 +62,12 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rope_rotations(args: ModelArgs, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of position·frequency for ``positions`` (S,) or (B, S): (… S, 1, P, 2), times
-    :func:`attention_factor`.
+    """Return cos and sin of position·frequency, times :func:`attention_factor`, as (… S, 1, P, 2), for
+    ``positions`` (S,) or (B, S).
 
     The dtype is fp64 if ``dtype`` is, else fp32. Angles are computed in fp64: in fp32 they would be 0.008
-    radians off at position 131,071. Recomputing them in each forward costs less than one norm. It avoids a
-    limit on positions, and a buffer that could be lost on the meta device or cast with the model.
+    radians off at position 131,071. Recomputing them in each forward costs less than one norm. Recomputation
+    avoids a limit on positions, and a buffer that could be lost on the meta device or cast with the model.
     """
     angles = positions.to(torch.float64)[..., None] * rope_frequencies(args, positions.device)
     precision = torch.promote_types(dtype, torch.float32)

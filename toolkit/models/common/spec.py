@@ -1,6 +1,6 @@
 """The interface of a model family. Imports no torch.
 
-Attributes are what every run needs; methods import on demand what only some runs need.
+Attributes are needed by every run; methods import on demand the parts that only some runs need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Presets of DeepSeek-V2 and V2-Lite (their config.json at Hugging Face). Imports no torch."""
+"""Presets of DeepSeek-V2 and V2-Lite (from config.json at Hugging Face). Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixed values in config.json of a DeepSeek-V2. Imports no torch."""
+"""Fields of DeepSeek-V2's config.json with fixed values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GREEDY, _LIMITED = "greedy", "group_limited_greedy"
 
 
 class DeepSeekV2Config(MLAConfig):
-    """A config.json with softmax scores, not divided by the sum of the chosen ones."""
+    """A config.json with softmax scores that are not normalized over the chosen experts."""
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Presets of DeepSeek-V3 and Moonlight (their config.json at Hugging Face). Imports no torch."""
+"""Presets of DeepSeek-V3 and Moonlight (from config.json at Hugging Face). Imports no torch."""
 
 from __future__ import annotations
 

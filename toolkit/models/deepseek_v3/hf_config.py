@@ -1,4 +1,4 @@
-"""Fixed values in config.json of a DeepSeek-V3. Imports no torch."""
+"""Fields of DeepSeek-V3's config.json with fixed values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.models.common.mla_config import MLAConfig
 
 
 class DeepSeekV3Config(MLAConfig):
-    """A config.json with sigmoid scores and biases. Layers of multi-token prediction are not written."""
+    """A config.json with sigmoid scores and biases. Multi-token prediction layers are not written."""
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class _GptOss(ModelSpec):
 
 def _published(row: ParameterRow) -> ParameterRow:
     """Return the row with its name and layout in published files. LoRA does not apply to the router, which is
-    no linear layer in transformers."""
+    not a linear layer in transformers."""
     if not row.experts:
         return replace(row, hf=row.hf.replace("mlp.gate.", "mlp.router."), router=False)
     weight, _, bias = row.name.rpartition(".")[2].partition("_")

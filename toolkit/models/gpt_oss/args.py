@@ -1,4 +1,4 @@
-"""Presets of the published gpt-oss models (their config.json on the Hub). Imports no torch."""
+"""Presets of the published gpt-oss models (from config.json on the Hub). Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json of a gpt-oss. Imports no torch."""
+"""The config.json of gpt-oss. Imports no torch."""
 
 from __future__ import annotations
 

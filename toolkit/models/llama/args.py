@@ -1,7 +1,7 @@
 """Presets of the published Llama models by ``model.name`` and ``model.flavor``. Imports no torch.
 
-``llama3`` is torchtitan's: RoPE is scaled by 8 at every size. The other names are Meta's releases. Each name
-has a ``debugmodel`` of a few million parameters that trains on a laptop.
+``llama3`` has torchtitan's presets, which scale RoPE by 8 at every size. The other names are Meta's releases.
+Each name has a ``debugmodel`` of a few million parameters that trains on a laptop.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Llama3Format(ChatFormat):
 
 
 class Llama2Format(ChatFormat):
-    """Llama 2's format: ``[INST] question [/INST] answer`` between BOS and EOS (Meta's ``chat_completion``).
+    """Llama 2's format, ``[INST] question [/INST] answer`` between BOS and EOS (Meta's ``chat_completion``).
 
     A system message is part of the first question, between <<SYS>> marks. The tokenizer treats the marks and
     [INST] as plain text, so they cannot be distinguished from the same text in a message. There is no

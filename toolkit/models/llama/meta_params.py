@@ -163,7 +163,7 @@ def _ffn_dim(fields: Fields, dim: int) -> int:
 
 
 def _ffn_rule(dim: int, ffn_dim: int) -> tuple[float | None, int]:
-    """Return a multiplier and a multiple that give ``ffn_dim`` by Meta's rule, a release's values if
+    """Return a multiplier and a multiple that give ``ffn_dim`` by Meta's rule, those of a release if
     possible."""
     for multiple in (256, 1024, 4096):
         for multiplier in (None, 1.3, 1.2, 1.5):

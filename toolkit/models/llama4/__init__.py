@@ -47,7 +47,7 @@ class _Llama4(ModelSpec):
 
 def _published(row: ParameterRow) -> ParameterRow:
     """Return the row with its name and layout in published files, where RoPE rotates adjacent rows. LoRA does
-    not apply to the router, whose layer returns scores too in transformers."""
+    not apply to the router, whose layer in transformers also returns scores."""
     if row.experts:
         name, fused = _FUSED[row.name.rpartition(".")[2]]
         return replace(row, hf=f"feed_forward.experts.{name}", fused=fused)

@@ -1,4 +1,4 @@
-"""Presets of the text models of Llama 4 (their config.json on the Hub). Imports no torch."""
+"""Presets of the text models of Llama 4 (from config.json on the Hub). Imports no torch."""
 
 from __future__ import annotations
 

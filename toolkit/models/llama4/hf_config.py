@@ -1,4 +1,4 @@
-"""config.json of a Llama 4, of text alone or multimodal. Imports no torch."""
+"""The config.json of Llama 4, text-only or multimodal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OWN = (
 
 
 class Llama4Config(HFConfig):
-    """A config.json whose blocks have chunked attention, or, at equal distances, full attention without RoPE.
-    The text_config of a multimodal model is read; only text models are written."""
+    """A config.json whose blocks have chunked attention or, at regular intervals, full attention without
+    RoPE. The text_config of a multimodal model is read; only text models are written."""
 
     def read(self, values: dict[str, Any], path: Path) -> ModelArgs:
         if values.get("model_type") == self.multimodal_type:
@@ -108,7 +108,7 @@ def _irope(given: Fields) -> IRoPEArgs:
 
 
 def _interval(given: Fields, layers: int) -> int:
-    """Return the distance of blocks without RoPE; 0 if there are none."""
+    """Return the distance between blocks without RoPE; 0 if there are none."""
     interval = given.count("no_rope_layer_interval", _INTERVAL)
     listed = given.values.get("no_rope_layers") or _rope_layers(layers, interval)
     if not isinstance(listed, list) or (listed := listed[:layers]) != _rope_layers(layers, interval):

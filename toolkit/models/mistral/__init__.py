@@ -1,5 +1,5 @@
-"""Mistral: a Llama whose first release has a sliding window of 4,096 tokens (arXiv:2310.06825). Its 12B,
-Nemo, has a head dim of 128 with a dim of 5,120."""
+"""Mistral, with Llama's architecture and, in its first release, a sliding window of 4,096 tokens
+(arXiv:2310.06825). The 12B model, Nemo, has a head dim of 128 with a dim of 5,120."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets of the published Mistral models (their config.json at Hugging Face). Imports no torch."""
+"""Presets of the published Mistral models (from config.json at Hugging Face). Imports no torch."""
 
 from __future__ import annotations
 

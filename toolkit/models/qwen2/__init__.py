@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a Llama with biases in the query, key and value projections (arXiv:2412.15115)."""
+"""Qwen2 and Qwen2.5, with Llama's architecture and query, key and value biases (arXiv:2412.15115)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets of the published Qwen2.5 base models (their config.json at Hugging Face). Imports no torch.
+"""Presets of the published Qwen2.5 base models (from config.json at Hugging Face). Imports no torch.
 
 The Instruct models have norm_eps 1e-6 and a context of 32,768 at every size.
 """

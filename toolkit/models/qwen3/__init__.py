@@ -1,5 +1,5 @@
-"""Dense Qwen3: a Llama with RMSNorm on each head of queries and keys, and a head dim of 128 at every size
-(arXiv:2505.09388)."""
+"""Dense Qwen3, with Llama's architecture, RMSNorm on each head of queries and keys, and a head dim of 128 at
+every size (arXiv:2505.09388)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rules of the preflight, one file per topic; each is a function registered by ``@rule``.
 
-A file is loaded only if one of its keys is set, because defaults break no rule. Some files are loaded for
+A file is loaded only if one of its keys is set, because the defaults break no rule. Some files are loaded for
 every run on a GPU.
 """
 
@@ -100,7 +100,7 @@ ON_GPU = ("attention",)
 
 
 def load(config: Config, device: str) -> list[ModuleType]:
-    """Import the rule files that apply to ``config`` on ``device``, "cuda" or "cpu"."""
+    """Import the files of rules that apply to ``config`` on ``device``, "cuda" or "cpu"."""
     groups = [table.removesuffix(f".{NAME}") for table in named_tables()]
     changed = [group for group in groups if config.knows(group) and config.value(group)]
     changed += [field.key for field in fields() if NAME not in field.key and _differs(config, field)]

@@ -1,4 +1,4 @@
-"""Rules for attention backends: what each supports on which device."""
+"""Rules for the devices and features that attention backends support."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def active_window(run: PlannedRun) -> int | None:
 
 
 def lacks_window(run: PlannedRun, window: int) -> str:
-    """Return what a kernel lacks that supports no mask."""
+    """Return the rule broken by a kernel that supports no mask."""
     chunked = run.model is not None and run.model.irope is not None
     what = ("chunked attention", "the model's chunk") if chunked else ("sliding window", "the model's")
     return f"has no {what[0]}, and {what[1]}, {window} tokens, is shorter than a sequence"
@@ -50,7 +50,7 @@ def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
-    """Check that documents can be masked: flash supports no mask; varlen is the same kernel with
+    """Check that documents can be masked: flash supports no mask, but varlen is the same kernel with
     boundaries."""
     if run.hardware.device == "cpu" or run.attention != "flash" or not run.config.data.document_mask:
         return []
@@ -82,7 +82,7 @@ def triton_has_a_compiler(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def attention_takes_window(run: PlannedRun) -> list[Problem]:
-    """Check that a sliding window is supported: flash has none; varlen is the same kernel with one."""
+    """Check that a sliding window is supported: flash has none, but varlen is the same kernel with one."""
     window = active_window(run)
     if run.hardware.device == "cpu" or run.attention != "flash" or window is None:
         return []

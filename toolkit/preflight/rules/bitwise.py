@@ -1,4 +1,4 @@
-"""Rules for the same bits at any number of data-parallel ranks."""
+"""Rules for results that are bitwise equal at any number of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GLOBAL, _LOCAL = "training.global_batch_size", "training.local_batch_size"
 
 @rule()
 def bitwise_data_parallel_runs(run: PlannedRun) -> list[Problem]:
-    """Reject what adds numbers in an order that follows the number of ranks."""
+    """Reject options whose order of summation depends on the number of ranks."""
     config = run.config
     if not config.debug.bitwise_data_parallel:
         return []
@@ -85,7 +85,7 @@ def bitwise_data_parallel_runs(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def micro_batches_are_the_same(run: PlannedRun) -> list[Problem]:
-    """Check that the micro-batch is local_batch_size, not a smaller divisor that follows from the ranks."""
+    """Check that the micro-batch is local_batch_size, not a smaller divisor that depends on the ranks."""
     training, mesh = run.config.training, run.mesh
     if not run.config.debug.bitwise_data_parallel or mesh is None:
         return []

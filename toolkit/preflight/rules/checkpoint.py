@@ -177,7 +177,7 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def checkpoint_has_average(run: PlannedRun) -> list[Problem]:
-    """Check that a checkpoint to resume from has the moving average of the weights that the run asks for."""
+    """Check that a checkpoint to resume from has the moving average of weights that the run requests."""
     start, key = run.start, "optimizer.ema_decay"
     if run.config.optimizer.ema_decay is None or start.manifest is None or not start.resumes:
         return []
@@ -190,7 +190,7 @@ def checkpoint_has_average(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def data_position_fits(run: PlannedRun) -> list[Problem]:
-    """Check that the keys that define a sample are unchanged (the corpus itself is compared later)."""
+    """Check that the keys that define a sample are unchanged. The corpus itself is compared later."""
     start = run.start
     config = run.config
     if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
@@ -221,7 +221,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def stream_resumable(run: PlannedRun) -> list[Problem]:
-    """Check that a stream has the same number of shards as before (the files are compared later)."""
+    """Check that a stream has the same number of shards as before. The files are compared later."""
     start, key = run.start, "training.global_batch_size"
     if start.manifest is None or run.batch is None or not start.resumes or "dataloader" in start.excluded:
         return []
@@ -240,7 +240,7 @@ def stream_resumable(run: PlannedRun) -> list[Problem]:
 
 @rule(DataError)
 def mixture_resumable(run: PlannedRun) -> list[Problem]:
-    """Check that a mixture has the same corpora and shares (the text is compared later)."""
+    """Check that a mixture has the same corpora and shares. The text is compared later."""
     start = run.start
     config = run.config
     if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
@@ -267,7 +267,7 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
 
 
 def _position_counts(run: PlannedRun) -> dict[str, str]:
-    """Return the properties of a mixture that a data position depends on; empty if a weight is too small."""
+    """Return the properties of a mixture on which a data position depends; empty if a weight is too small."""
     if not run.config.data.mixture:
         return {}
     from toolkit.data.mixture import identity, quotas
@@ -281,7 +281,7 @@ def _position_counts(run: PlannedRun) -> dict[str, str]:
 
 @rule()
 def batch_resumable(run: PlannedRun) -> list[Problem]:
-    """Check that a changed mesh does not change the batch of a resumed run, unless the data restarts."""
+    """Check that a resumed run has the same batch in spite of a changed mesh, unless the data restarts."""
     start = run.start
     if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in start.excluded:
         return []
@@ -303,8 +303,8 @@ def batch_resumable(run: PlannedRun) -> list[Problem]:
 
 @rule(CheckpointError)
 def steps_are_counted_on(run: PlannedRun) -> list[Problem]:
-    """Check that the step count does not restart next to checkpoints of later steps, which would be
-    resumed."""
+    """Check that the step count does not restart next to checkpoints of later steps, from which the next
+    start would resume."""
     start = run.start
     if run.config.checkpoint.load_only or not start.own or "train_state" not in start.excluded:
         return []

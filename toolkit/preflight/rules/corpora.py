@@ -31,7 +31,7 @@ def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dataset_choices_act(run: PlannedRun) -> list[Problem]:
-    """Check that a subset or split is set only for a dataset of the Hub or a folder that has some."""
+    """Check that a subset or split is set only for a dataset of the Hub or a folder with splits."""
     problems = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]

@@ -71,7 +71,7 @@ def _compiled(run: PlannedRun, folder: str) -> str | None:
 
 
 def _inside(is_made: Callable[[PlannedRun], bool]) -> _FolderOf:
-    """Return a function that gives a folder inside the dump folder, if the run creates it."""
+    """Return a function that returns a folder inside the dump folder, if the run creates that folder."""
     return lambda run, name: str(expand_user(name, inside=run.dump_folder)) if is_made(run) else None
 
 
@@ -158,7 +158,7 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
 
 
 def _missing(run: PlannedRun) -> list[Problem]:
-    """Check only that corpora exist, if it is unknown how to read them."""
+    """Check only whether corpora exist, because it is unknown how to read them."""
     problems = []
     for table in ("training", "validation"):
         with suppress(UnknownValue):
@@ -206,7 +206,7 @@ def unused_dataset_names_exist(run: PlannedRun) -> list[Problem]:
 
 @note
 def corpora_notes(run: PlannedRun) -> list[str]:
-    """Note names that are aliases or are overridden, and skipped files."""
+    """Note names that are aliases or are overridden, and files that are skipped."""
     messages = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
@@ -230,8 +230,8 @@ def corpora_notes(run: PlannedRun) -> list[str]:
 def corpus_small_enough(run: PlannedRun) -> list[Problem]:
     """Check that a run does not have to tokenize more text than data.max_inline_gb.
 
-    Files with known hashes may already be tokenized, and the size of a dataset on the Hub is unknown before
-    it is opened. Both are checked when the run opens its corpora."""
+    Files with known hashes may already be tokenized, and the size of a dataset of the Hub is unknown until it
+    is opened. Both are checked when the run opens its corpora."""
     config = run.config
     limit = config.data.max_inline_gb * 1e9
     root = local_cache(config.data.cache_folder)

@@ -17,8 +17,8 @@ _METRIC = "checkpoint.keep_best_metric"
 
 @rule()
 def tasks_can_be_scored(run: PlannedRun) -> list[Problem]:
-    """Check that lm-eval has the tasks, that they only need likelihoods, and that they have the metric of the
-    best checkpoint."""
+    """Check that lm-eval has the tasks, that these only need likelihoods, and that they have the metric of
+    the best checkpoint."""
     options = run.config.evaluation
     if not options.tasks:
         return []

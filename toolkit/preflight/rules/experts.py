@@ -16,7 +16,7 @@ _RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 @rule()
 def expert_parallel_divides(run: PlannedRun) -> list[Problem]:
-    """Check that the degree divides the experts and the ranks of a pipeline stage."""
+    """Check that the expert-parallel degree divides the experts and the ranks of a pipeline stage."""
     degree, model, mesh = run.config.parallelism.expert_parallel_degree, run.model, run.mesh
     if degree == 1 or model is None or model.moe is None or mesh is None:
         return []
@@ -33,7 +33,7 @@ def expert_parallel_divides(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def experts_are_whole_or_split_by_tp(run: PlannedRun) -> list[Problem]:
-    """Check that the degree is 1 or the tensor-parallel degree."""
+    """Check that the expert tensor-parallel degree is 1 or the tensor-parallel degree."""
     tp = run.config.parallelism.tensor_parallel_degree
     if run.config.parallelism.expert_tensor_parallel_degree in (1, tp):
         return []

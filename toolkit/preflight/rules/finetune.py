@@ -82,7 +82,7 @@ def _outside_blocks(run: PlannedRun, pattern: str, weight: str) -> Problem:
 
 @rule()
 def noise_has_lengths(run: PlannedRun) -> list[Problem]:
-    """Check that the noise of NEFTune, which is scaled by the number of tokens, can tell padding."""
+    """Check that NEFTune, whose noise is scaled by the number of tokens, can recognize padding."""
     key, data = "finetune.neftune_noise_alpha", run.config.data
     if run.config.finetune.neftune_noise_alpha is None or data.packing or data.document_mask:
         return []
@@ -108,7 +108,7 @@ def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def dora_has_no_experts(run: PlannedRun) -> list[Problem]:
-    """Reject DoRA of experts."""
+    """Reject DoRA on experts."""
     options = run.config.finetune
     if options.adapter != "lora" or not options.lora.use_dora or run.model is None:
         return []
@@ -183,7 +183,7 @@ def freezing_acts(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def adapter_fits_attention(run: PlannedRun) -> list[Problem]:
-    """Check that adapters of keys and values have heads of their own to add to, and no sinks or chunks."""
+    """Check that adapters of keys and values have separate heads to add to, and no sinks or chunks."""
     adapter = run.config.finetune.adapter
     if run.model is None or adapter not in ("prefix_tuning", "llama_adapter"):
         return []
@@ -341,7 +341,7 @@ def finetune_notes(run: PlannedRun) -> list[str]:
 
 
 def _reshaped(run: PlannedRun) -> list[str]:
-    """Note changes of the base model that a PEFT folder cannot express."""
+    """Note changes to the base model that a PEFT folder cannot express."""
     checkpoint, options = run.config.checkpoint, run.config.finetune
     exports = checkpoint.last_save_in_hf or checkpoint.hf_export_interval
     folder = weights_folder(run.config)

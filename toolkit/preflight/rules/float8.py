@@ -58,8 +58,8 @@ def float8_runs(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def float8_sizes(run: PlannedRun) -> list[Problem]:
-    """Check that sizes are multiples of 16, as float8 GEMMs require: of TP shards, and of the number of
-    tokens over which a weight's gradient is summed."""
+    """Check that the sizes of TP shards, and the number of tokens over which a weight's gradient is summed,
+    are multiples of 16, as float8 GEMMs require."""
     model, batch, options = run.model, run.batch, run.config.parallelism
     if not _on(run) or _emulates(run) or model is None or batch is None:
         return []
@@ -111,7 +111,7 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def float8_gathered(run: PlannedRun) -> list[Problem]:
-    """Check that weights can be gathered in float8: one scale per weight, on the device, from all shards."""
+    """Check that weights can be gathered in float8: one scale per weight, on the device, from all ranks."""
     config, options = run.config, run.config.quantize.linear.float8
     if not _on(run):
         return []
@@ -146,7 +146,7 @@ def float8_without_adapter(run: PlannedRun) -> list[Problem]:
 
 @note
 def float8_notes(run: PlannedRun) -> list[str]:
-    """Note the float8 layers and what their scales depend on."""
+    """Note the float8 layers and the dependencies of their scales."""
     options = run.config.quantize.linear.float8
     if not _on(run) or run.model is None or run.mesh is None:
         return []

@@ -93,7 +93,7 @@ def compiled_components(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def compile_backend(run: PlannedRun) -> list[Problem]:
-    """Check that the backend exists and has what it needs."""
+    """Check that the compile backend exists and that its requirements are met."""
     backend, key = run.config.compile.backend, "compile.backend"
     known = [*_BACKENDS, *(entry.name for entry in entry_points(group="torch_dynamo_backends"))]
     if backend not in known:
@@ -135,8 +135,8 @@ def compile_mode(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def inductor_attends_in_fp64(run: PlannedRun) -> list[Problem]:
-    """Check for torch 2.13; older inductor assumes that tensors saved by CPU attention for backward are
-    fp32."""
+    """Check for torch 2.13: older versions of inductor assume that tensors saved by CPU attention for
+    backward are fp32."""
     compiling, version = run.config.compile, torch_before((2, 13))
     if not compiling.blocks or compiling.backend != "inductor":
         return []

@@ -31,7 +31,7 @@ def profiler_fits(run: PlannedRun) -> list[Problem]:
 
 @note
 def metrics_notes(run: PlannedRun) -> list[str]:
-    """Note traces that will not be written."""
+    """Note that traces will not be written."""
     profiling, training = run.config.profiling, run.config.training
     if not profiling.enable_profiling or training.epochs or profiling.profile_freq <= training.steps:
         return []
@@ -55,7 +55,7 @@ def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def wandb_ready(run: PlannedRun) -> list[Problem]:
-    """Check that wandb is installed and has an API key, because without one it prompts on a terminal."""
+    """Check that wandb is installed and has an API key; without a key, it prompts on a terminal."""
     key = "metrics.enable_wandb"
     if not run.config.metrics.enable_wandb:
         return []

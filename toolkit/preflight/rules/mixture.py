@@ -49,7 +49,7 @@ def mixture_notes(run: PlannedRun) -> list[str]:
 
 
 def _single_corpus_fields(run: PlannedRun) -> list[Field]:
-    """Return the keys of a single corpus that are not at their defaults, or that are set closer to the user
+    """Return the keys of a single corpus that differ from their defaults, or that were set at a smaller depth
     than the mixture."""
     config = run.config
     if not config.data.mixture:

@@ -119,7 +119,7 @@ def sequence_fits_model(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def device_has_dtype(run: PlannedRun) -> list[Problem]:
-    """Check for bfloat16 support, which GPUs before Ampere lack. (CPUs without it emulate it slowly.)"""
+    """Check for bfloat16 support, which GPUs before Ampere lack. (CPUs may emulate it slowly.)"""
     if run.hardware.device == "cpu" or run.hardware.native_bf16:
         return []
     return [

@@ -14,7 +14,7 @@ _SHOWN = 8
 
 @rule()
 def no_decay_matches(run: PlannedRun) -> list[Problem]:
-    """Check that each no-decay pattern matches a parameter; otherwise the intended one would decay."""
+    """Check that each no-decay pattern matches a parameter; otherwise the intended parameter would decay."""
     return _unmatched(run, "optimizer.no_decay")
 
 
@@ -50,7 +50,7 @@ def groups_apply(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def average_is_used(run: PlannedRun) -> list[Problem]:
-    """Check that the moving average of the weights is saved or validated, also by the last save."""
+    """Check that the moving average of the weights is saved or validated, including by the last save."""
     key, checkpoint = "optimizer.ema_decay", run.config.checkpoint
     if run.config.optimizer.ema_decay is None:
         return []
@@ -79,7 +79,7 @@ def _unmatched(run: PlannedRun, key: str) -> list[Problem]:
 
 
 def _similar(pattern: str, kinds: list[str]) -> str:
-    """Suggest names that contain the pattern's words, else the most similar name, else a few."""
+    """Suggest names that contain the pattern's words, else the most similar name, else a few names."""
     words = pattern.replace("*", " ").split()
     near = [name for name in kinds if words and all(word.strip(".").lower() in name for word in words)]
     bare = closest(pattern.replace("*", ""), kinds)

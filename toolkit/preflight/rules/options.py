@@ -38,7 +38,7 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "a base corpus": lambda run: run.config.validation.base_corpus.named,
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }
-"""Conditions that a run may meet, by the names in the schema's ``Needs`` marks."""
+"""Conditions that a run may meet, by their names in the schema's ``Needs`` marks."""
 
 
 def _reshard(run: PlannedRun) -> bool | int | str:
@@ -57,7 +57,7 @@ def supported_options(run: PlannedRun) -> list[Problem]:
 
 
 def _lacking(run: PlannedRun, field: Field) -> list[OnlyWith]:
-    """Return the marks of ``field``, one of which must hold but none does; marks of its switches come
+    """Return the marks of ``field`` if none of them holds, although one must; marks of its switches come
     first."""
     lacking = []
     for mark in field.marks:
@@ -129,7 +129,7 @@ def options_notes(run: PlannedRun) -> list[str]:
 
 @rule()
 def device_available(run: PlannedRun) -> list[Problem]:
-    """Check that a run that requests GPUs has them: it does not fall back to the CPU."""
+    """Check that a run that requests GPUs has them, because it does not fall back to the CPU."""
     if run.config.training.device != "cuda" or run.hardware.device == "cuda":
         return []
     fix = 'make one visible to nvidia-smi (driver, PATH, CUDA_VISIBLE_DEVICES), or set it to "auto" or "cpu"'

@@ -170,7 +170,7 @@ def _batch_for(run: PlannedRun, counts: Sequence[int]) -> str:
 
 @rule()
 def split_backward_keeps_parameters(run: PlannedRun) -> list[Problem]:
-    """Check that parameters stay unsharded for a split backward: torch drops the gradients of freed ones."""
+    """Check that parameters stay unsharded for a split backward: otherwise, torch drops their gradients."""
     options = run.config.parallelism
     if run.pp == 1 or reshard_after_forward(options) == "never" or not _splits_backward(run):
         return []
@@ -255,7 +255,7 @@ def v_shape_runs_here(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def early_step_without_pipeline(run: PlannedRun) -> list[Problem]:
-    """Check that updates in backward are off, because a pipeline first sums gradients over all
+    """Check that updates in backward are off, because a pipeline must first sum gradients over all
     micro-batches."""
     if run.pp == 1 or not run.config.optimizer.early_step_in_backward:
         return []
@@ -288,8 +288,8 @@ def _schedule_file(run: PlannedRun) -> tuple[str, str]:
 
 @rule()
 def schedule_file_is_there(run: PlannedRun) -> list[Problem]:
-    """Check that a schedule file can be read and has one line per rank. torch checks the rest when it loads
-    it."""
+    """Check that a schedule file can be read and has one line per rank. torch validates the rest when it
+    loads the file."""
     if run.pp == 1 or not run.config.parallelism.pipeline_parallel_schedule_csv:
         return []
     text, unreadable = _schedule_file(run)

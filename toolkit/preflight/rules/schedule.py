@@ -14,8 +14,8 @@ _TO_ZERO = ("linear", "sqrt", "cosine")
 
 
 def _both_set(run: PlannedRun, key: str, other: str, what: str) -> list[Problem]:
-    """Reject ``key`` together with ``other``, unless one was set closer to the user and so replaces the
-    other."""
+    """Reject ``key`` together with ``other``, unless one was set at a smaller depth and therefore overrides
+    the other."""
     config = run.config
     if not (is_set(config, key) and is_set(config, other)) or other in overridden_keys(config):
         return []

@@ -9,7 +9,7 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 @rule()
 def streams_one_text(run: PlannedRun) -> list[Problem]:
-    """Check that the run's options support a single text of unknown length."""
+    """Check that the run's options support streaming, which reads a single text of unknown length."""
     config = run.config
     if not config.data.streaming:
         return []

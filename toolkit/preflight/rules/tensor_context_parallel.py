@@ -46,7 +46,7 @@ def _nearest_size(name: str, size: int, tp: int) -> int:
 
 @rule()
 def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
-    """Check that async TP, whose code inductor generates, has a compiler and GPUs that support it."""
+    """Check that async TP, for which inductor generates code, has a compiler and GPUs that support it."""
     options, compiling = run.config.parallelism, run.config.compile
     if not options.enable_async_tensor_parallel or options.tensor_parallel_degree == 1:
         return []
@@ -67,8 +67,8 @@ def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def sequence_divides(run: PlannedRun) -> list[Problem]:
-    """Check that the sequence length is divisible over context parallelism, and within it over tensor
-    parallelism."""
+    """Check that the sequence length is divisible by the context-parallel degree, and the shard by the
+    tensor-parallel degree."""
     options = run.config.parallelism
     cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
     balanced = options.context_parallel_load_balancer is not None and cp > 1
@@ -95,7 +95,7 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
-    """Check that ring attention can use the flash kernel, whose log-sum-exp it needs."""
+    """Check that ring attention can use the flash kernel, which returns the log-sum-exp that it needs."""
     if not _takes_ring(run):
         return []
     from toolkit.preflight.rules.attention import active_window, lacks_window
@@ -129,7 +129,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def ring_takes_sinks(run: PlannedRun) -> list[Problem]:
-    """Check that ring attention is not asked for attention sinks."""
+    """Check that ring attention is not used with attention sinks."""
     if run.model is None or not run.model.sinks or not _takes_ring(run):
         return []
     rule = "ring attention does not support the attention sinks of this model"

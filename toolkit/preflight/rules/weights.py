@@ -62,7 +62,7 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 
 @note
 def weights_notes(run: PlannedRun) -> list[str]:
-    """Note if a different folder is read than the given one, or only part of it."""
+    """Note that a different folder than the given one, or only a part of it, is read."""
     start = run.start
     path = run.config.checkpoint.initial_load_path
     if start.weights is None:
@@ -194,8 +194,8 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
 
 @rule()
 def tokenizer_matches_weights(run: PlannedRun) -> list[Problem]:
-    """Check that the tokenizer is not smaller than the weights' own, which would mean that it is probably the
-    wrong one."""
+    """Check that the tokenizer is not smaller than that of the weights; a smaller one is probably the wrong
+    one."""
     start = run.start
     if start.weights is None or run.vocabulary is None or _tokenizer_key(run) == _weights_key(run):
         return []
