@@ -209,8 +209,8 @@ def schedule_actions(schedule: Any, ranks: int, stages: int, micro_batches: int)
 
 
 def watch_resizes(callback: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``callback`` whenever a storage is resized, as FSDP does to free parameters. Returns a function
-    that ends this.
+    """Call ``callback`` whenever a storage is resized, as FSDP does to free parameters. Return a function
+    that removes the callback.
 
     Dispatch modes do not see resizes, and FSDPModule has no hook for them. Only the planner, which processes
     no data, uses this.

@@ -61,8 +61,8 @@ def register_optimizer(
 
     ``build(named_parameters, config)`` returns a torch.optim.Optimizer over the parameters that require
     gradients, which are DTensors. The optimizer's method ``fresh_state(parameter, group)`` returns the
-    initial state tensors of a parameter by name. Checkpoints are loaded into these, and the optimizer must
-    have no other state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are
+    initial state tensors of a parameter by name. Checkpoints load into these tensors, and the optimizer
+    must have no other state. ``options`` are the keys of the table [optimizer.NAME] (lower case); they are
     rejected with another optimizer.
     """
     _register("optimizer.name", name, build, options)
