@@ -74,7 +74,7 @@ def main() -> None:
         f"between two runs in fp64 of one process, with initial weights that differ by {CHANGE:.0e} of their "
         f"values; the largest of ten steps. {machine}",
         "",
-        f"| model | {' | '.join(f'step {step}' for step in every)} | largest gradient norm after step 10 |",
+        f"| model | {' | '.join(f'step {step}' for step in every)} | largest gradient norm |",
         "|---" * (len(every) + 2) + "|",
     ]
     for name, model in MODELS.items():
