@@ -6,10 +6,12 @@
     llama-toolkit checkpoint diff STEP OTHER               compare settings and tensors
     llama-toolkit checkpoint prune FOLDER --keep-latest K [--keep-every N] [--dry-run]
     llama-toolkit checkpoint average PATH ... OUT [--last K | --steps N,N]   mean of the weights
+    llama-toolkit checkpoint combine BASE OUT ADAPTER=WEIGHT ...   weighted sum of LoRA adapters
 
 FOLDER is a run's folder or its checkpoint folder, STEP a step-N in it, PATH either; each local or in object
 storage (s3://bucket/run). average writes OUT/step-0, for checkpoint.initial_load_path and convert dcp-to-hf;
-without --last and --steps it takes all steps of each folder.
+without --last and --steps it takes all steps of each folder. combine writes a PEFT folder, whose rank is the
+sum of the ranks; BASE are the weights that the adapters were trained on, and a WEIGHT is 1 if not given.
 
 Exit codes: 0 no problem (for diff: equal), 1 diff found differences, 2 invalid arguments, 3 unusable
 checkpoint.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +202,36 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
     yield f"{len(steps) - len(doomed)} of {len(steps)} kept"
 
 
+def _weighted(text: str) -> tuple[Path, float]:
+    """Parse ADAPTER=WEIGHT."""
+    path, _, weight = text.rpartition("=")
+    try:
+        return (local_path(path), float(weight)) if path else (local_path(text), 1.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: the weight {weight} is not a number") from None
+
+
+def combine(base: Path, out: Path, adapters: Sequence[tuple[Path, float]]) -> Iterator[str]:
+    """Write the weighted sum of ``adapters`` of ``base`` as the PEFT folder ``out``, and yield a summary.
+
+    Raises:
+        DataError, CheckpointError: an adapter cannot be read or combined, or ``out`` cannot be written.
+    """
+    import torch
+
+    from toolkit.distributed.agreement import Ranks
+    from toolkit.finetune.combine import combine as combine_adapters
+    from toolkit.finetune.open_adapter import open_adapter_on
+    from toolkit.finetune.peft_folder import write_peft
+    from toolkit.weights.open import open_weights
+
+    weights = open_weights(base)
+    found = combine_adapters([(open_adapter_on(path, weights), weight) for path, weight in adapters])
+    known = {"place": str(base)} | dict(found.base or {})
+    write_peft(replace(found, base=known), out, dtype=torch.float32, others={}, ranks=Ranks(alone=True))
+    yield f"{out}: a LoRA of rank {found.options.lora.rank}, the sum of {len(adapters)} adapters"
+
+
 def average(paths: Sequence[Path], out: Path, *, last: int | None, steps: Sequence[int]) -> Iterator[str]:
     """Write the mean of the weights of checkpoints, reading one tensor at a time.
 
@@ -257,6 +290,10 @@ def _parser() -> argparse.ArgumentParser:
     averaged = actions.add_parser("average")
     averaged.add_argument("paths", type=any_path, nargs="+", metavar="PATH")
     averaged.add_argument("out", type=local_path, metavar="OUT")
+    combined = actions.add_parser("combine")
+    combined.add_argument("base", type=local_path, metavar="BASE")
+    combined.add_argument("out", type=local_path, metavar="OUT")
+    combined.add_argument("adapters", type=_weighted, nargs="+", metavar="ADAPTER=WEIGHT")
     which = averaged.add_mutually_exclusive_group()
     which.add_argument("--last", type=count, metavar="K", help="the newest K steps of each folder")
     which.add_argument("--steps", type=_steps, metavar="N,N", default=(), help="these steps of each folder")
@@ -298,6 +335,8 @@ def main(argv: Sequence[str]) -> int:
             lines = inspect(asked.step, tensors=asked.tensors)
         elif asked.action == "diff":
             lines = diff(asked.step, asked.other)
+        elif asked.action == "combine":
+            lines = combine(asked.base, asked.out, asked.adapters)
         elif asked.action == "average":
             if (asked.last or asked.steps) and all(it.name.startswith("step-") for it in asked.paths):
                 parser.error("--last and --steps choose steps of a folder, and each PATH is a step")
