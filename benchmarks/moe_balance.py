@@ -25,8 +25,7 @@ DENSE = "dense"
 RUNS = {
     "experts, balanced": [],
     "experts, not balanced": ["--moe.aux_loss_coeff=0"],
-    DENSE: ["--moe.aux_loss_coeff=0", "--model.name=qwen3", "--model.flavor=debugmodel", "--model.dim=256",
-            "--model.n_layers=6", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=512"],
+    DENSE: ["--moe.aux_loss_coeff=0", "--model.name=mistral0.3", "--model.dim=256", "--model.ffn_dim=512"],
 }  # fmt: skip
 
 
@@ -48,7 +47,7 @@ def report(folder: Path, steps: int, command: str, machine: str) -> str:
         "# Experts, balanced or not, beside a dense model",
         "",
         f"`{command}`: {steps} steps of {EXPERTS_CONFIG} in fp32, and of a dense "
-        f"Qwen3 with the same active size. {machine}",
+        f"Mistral with the same active size. {machine}",
         "",
         "| run | loss, mean of the last 20 steps | validation loss | largest load over mean, last 20 steps |",
         "|---|---|---|---|",
