@@ -8,6 +8,7 @@ validation at its own batch shape, through tensors that are gathered whole from 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -37,6 +38,7 @@ from toolkit.config import Config
 from toolkit.distributed.process_group import DTYPES
 from toolkit.hardware import detect
 from toolkit.models import parameters
+from toolkit.models.common.args import Classifier
 from toolkit.models.common.parameter_table import ONES
 from toolkit.models.registry import resolve, spec
 from toolkit.parallel.model_parts import ModelParts
@@ -153,11 +155,13 @@ def write_weighted(file: Path, count: int) -> str:
     return str(file)
 
 
-def write_teacher(folder: Path, vocab: int = 516) -> Path:
-    """Make ``folder`` one of a Llama of other sizes with large random weights, in Hugging Face's format."""
+def write_teacher(folder: Path, vocab: int = 516, labels: tuple[str, ...] = ()) -> Path:
+    """Make ``folder`` one of a Llama of other sizes with large random weights, in Hugging Face's format, or
+    of a classifier with ``labels``."""
     if not folder.exists():
         sizes = {"dim": 48, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 52, "vocab_size": vocab}
         args = resolve("llama3", "debugmodel", **sizes)
+        args = dataclasses.replace(args, classifier=Classifier(labels) if labels else None)
         torch.manual_seed(7)
         rows = parameters.table(args).values()
         tensors = {row.hf: torch.randn(row.hf_shape) * 0.2 + (row.init == ONES) for row in rows}

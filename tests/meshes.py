@@ -878,6 +878,8 @@ MORE = [
             "pp2 Interleaved1F1B reverse lora",
             "pp2 ZBVZeroBubble never",
             "shard2 ep2 moe aux balanced",
+            "shard2 ep2 moe aux accumulate3",
+            "pp2 1F1B moe aux",
             "shard2 weighted accumulate3",
             "shard2 compiled reverse",
             "shard2 bitwise accumulate3",

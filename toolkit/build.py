@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.from_config import attention_name
 from toolkit.models.meta_decoder import meta_decoder
-from toolkit.models.on_disk import read_hf_config
 from toolkit.models.parameters import init_rule, is_classifier_head
+from toolkit.models.teacher import teacher_args, teacher_config
 from toolkit.parallel.dims import uses_ring
 from toolkit.parallel.fsdp import mixed_precision
 from toolkit.parallel.init_weights import initialize
@@ -268,20 +268,19 @@ def _teacher(
     config: Config, mesh: Mesh, device: torch.device, param_dtype: torch.dtype, *, storage: bool
 ) -> ModelParts:
     """Build the frozen teacher in the compute dtype. Its weights are loaded later."""
-    options = config.distillation
     training = config.training.model_copy(update={"dtype": str(param_dtype).removeprefix("torch.")})
-    changes: dict[str, Any] = {name: type(getattr(config, name))() for name in _OF_STUDENT}
-    config = config.model_copy(update=changes | {"training": training})
-    args = read_hf_config(expand_user(options.teacher_path))
     teacher = build_model(
-        config, args, mesh, device, param_dtype=param_dtype, seed=0, pretrained=True, storage=storage
+        teacher_config(config).model_copy(update={"training": training}),
+        teacher_args(config),
+        mesh,
+        device,
+        param_dtype=param_dtype,
+        seed=0,
+        pretrained=True,
+        storage=storage,
     )
     for model in teacher.models:
         model.eval().requires_grad_(False)
         if model.output is not None:
-            model.output.top_k = options.top_k
+            model.output.top_k = config.distillation.top_k
     return teacher
-
-
-_OF_STUDENT = ("activation_checkpoint", "debug", "distillation", "finetune", "loss", "moe")
-"""Tables that do not apply to a teacher."""

@@ -176,11 +176,12 @@ class Trainer:
 
     def _load_teacher(self) -> None:
         from toolkit.finetune.distillation import DistillationObjective
+        from toolkit.models.teacher import teacher_folder
         from toolkit.weights.pretrained import load_hugging_face
 
         objective = self.model_parts.objective
         assert isinstance(objective, DistillationObjective)
-        folder = expand_user(self.config.distillation.teacher_path)
+        folder = teacher_folder(self.config)
         load_hugging_face(objective.teacher, folder, broadcast=False, group=self.file_group)
 
     def _groups(self) -> list[GroupSummary]:

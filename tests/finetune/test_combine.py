@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def test_a_sum_is_the_one_of_peft(family: str, tmp_path: Path, capsys: pytest.Ca
         checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), *weights]) == EXIT_FINISHED
     )
     assert "a LoRA of rank 8, the sum of 2 adapters" in capsys.readouterr().out
+    written = json.loads((tmp_path / "sum/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
     found = open_adapter(tmp_path / "sum", SafetensorsFolder(tmp_path / "base").args)
     ours = logits(adapted(found, lambda model: read(tmp_path / "base")))
     plain = logits(base)
@@ -73,4 +76,6 @@ def test_what_is_no_plain_lora_is_rejected(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "sum").exists()
     with pytest.raises(SystemExit):
         checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), f"{plain}=half"])
-    assert "the weight half is not a number" in capsys.readouterr().err
+    assert "the weight half is not a finite number" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), f"{plain}=nan"])

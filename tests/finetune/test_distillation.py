@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -129,4 +128,3 @@ def test_a_step_has_the_loss_of_transformers_logits(tmp_path: Path, weight: floa
         rel=1e-5,
     )
     assert divergence > 0.1
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])

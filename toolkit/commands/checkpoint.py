@@ -20,6 +20,7 @@ checkpoint.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -205,10 +206,14 @@ def prune(folder: Path, *, keep_latest: int, keep_every: int | None, dry_run: bo
 def _weighted(text: str) -> tuple[Path, float]:
     """Parse ADAPTER=WEIGHT."""
     path, _, weight = text.rpartition("=")
+    if not path or local_path(text).exists():
+        return local_path(text), 1.0
     try:
-        return (local_path(path), float(weight)) if path else (local_path(text), 1.0)
+        if math.isfinite(number := float(weight)):
+            return local_path(path), number
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: the weight {weight} is not a number") from None
+        pass
+    raise argparse.ArgumentTypeError(f"{text}: the weight {weight} is not a finite number")
 
 
 def combine(base: Path, out: Path, adapters: Sequence[tuple[Path, float]]) -> Iterator[str]:
@@ -227,7 +232,7 @@ def combine(base: Path, out: Path, adapters: Sequence[tuple[Path, float]]) -> It
 
     weights = open_weights(base)
     found = combine_adapters([(open_adapter_on(path, weights), weight) for path, weight in adapters])
-    known = {"place": str(base)} | dict(found.base or {})
+    known = dict(found.base or {}) | {"place": str(base)}
     write_peft(replace(found, base=known), out, dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     yield f"{out}: a LoRA of rank {found.options.lora.rank}, the sum of {len(adapters)} adapters"
 

@@ -129,7 +129,7 @@ class Distillation(Table):
     """Training on the distribution of a frozen teacher, in addition to the labels."""
 
     enable: bool = False
-    """Distill a teacher, which is sharded like the model and runs before each of its forwards."""
+    """Distill a teacher, which is sharded like the model and runs before each micro-batch."""
     teacher_path: Annotated[str, _TEACHER, LocalPath()] = ""
     """Hugging Face folder of the teacher, which must have the model's vocabulary."""
     weight: Annotated[Fraction, _TEACHER] = 0.5

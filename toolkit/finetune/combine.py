@@ -47,4 +47,5 @@ def combine(adapters: Sequence[tuple[Adapter, float]]) -> Adapter:
         values[added_name(row, "lora_b")] = torch.cat(b_parts, -1)
     lora_options = {"rank": rank, "alpha": rank, "target_modules": targets}
     options_of_all = Finetune.model_validate({"adapter": "lora", "lora": lora_options})
-    return Adapter(first.place, first.args, options_of_all, values, first.base)
+    base = next((adapter.base for adapter, _ in adapters if "fingerprint" in (adapter.base or {})), None)
+    return Adapter(first.place, first.args, options_of_all, values, base)

@@ -173,6 +173,7 @@ class Pipeline(ModelParts):
         split = [self.objective.with_reference(batch, self.models, self.forward) for batch in split]
         tokens, positions, documents, labels = self._inputs(split)
         self._fields = {name: _concat(split, name) for name in self.objective.fields}
+        del split
         self._scale, self._rows_per_batch = scale, len(tokens) // len(batches)
         if self.schedule is None:
             self.schedule = self.new_schedule(len(tokens) // self.micro_batch, tokens.shape[1])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config import Config
 from toolkit.config.finetune import Finetune
 from toolkit.config.parallelism import ActivationCheckpoint, Parallelism
-from toolkit.config.training import Model
+from toolkit.config.training import Distillation, Model
 from toolkit.errors import ConfigError, Problem
 from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
@@ -50,6 +50,7 @@ def costs(
     Raises:
         ConfigError: only some of the blocks are trained.
     """
+    config = config.model_copy(update={"distillation": Distillation()})  # a teacher is counted apart
     layout = ParallelDims(1, 1, ep // math.gcd(ep, tp * cp // etp), cp, tp, ep, etp)
     probe = _probe_config(config, layout, rows=rows, checkpointed=checkpointed)
     case = probe.model_dump_json(

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 
 from toolkit.config import Config
 from toolkit.config.parallelism import Parallelism
+from toolkit.config.training import Distillation
 from toolkit.models.common.args import ModelArgs
+from toolkit.models.parameters import parameter_count
+from toolkit.models.teacher import teacher_args
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.costs import checkpointed_blocks, costs, few_blocks, is_dense
@@ -61,7 +64,8 @@ def state_bytes(config: Config, args: ModelArgs, param_dtype: torch.dtype) -> St
     training = config.training.model_copy(
         update={"local_batch_size": 1, "global_batch_size": 1, "enable_cpu_offload": False}
     )
-    alone = config.model_copy(update={"parallelism": Parallelism(), "training": training})
+    changes = {"parallelism": Parallelism(), "training": training, "distillation": Distillation()}
+    alone = config.model_copy(update=changes)
     one_rank = ParallelDims(1, 1, 1, 1, 1)
     measured = []
     for layers in (1, 2):
@@ -109,15 +113,23 @@ def estimate(
         )  # fmt: skip
         for mode in (False, config.activation_checkpoint.mode != "none")
     )
+    teacher = teacher_bytes(config, layout, param_dtype) if config.distillation.enable else 0.0
     # The rank with the most micro-batches in flight, the one with the most blocks, and the one with the head.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1} if rank is None else {rank}
-    return max(
+    most = max(
         (
             _estimate_rank(config, args, layout, stored, plain, recomputed, each, param_dtype.itemsize)
             for each in ranks
         ),
         key=lambda it: it.bytes,
     )
+    return replace(most, parts=most.parts | {"teacher": teacher}) if teacher else most
+
+
+def teacher_bytes(config: Config, layout: ParallelDims, param_dtype: torch.dtype) -> float:
+    """Return the bytes of a teacher's shard."""
+    elements = parameter_count(teacher_args(config))
+    return elements * param_dtype.itemsize / (layout.dp_shard * layout.cp * layout.tp * layout.pp)
 
 
 def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:

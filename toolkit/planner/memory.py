@@ -92,7 +92,8 @@ def rank_state(
         model_parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
         parameters = [*model_parts.named_parameters(), *model_parts.tied_copies()]
         optimizer = _optimizer(config, parameters, args.n_layers)
-        frozen = [it for model in model_parts.objective.models for it in model.named_parameters()]
+        of_teacher = [it for model in model_parts.objective.models for it in model.named_parameters()]
+        frozen = [(f"teacher.{clean_name(name)}", it) for name, it in of_teacher]
         return RankState(
             rank=rank,
             parts=[_shard(name, parameter) for name, parameter in (*parameters, *frozen)],

@@ -114,6 +114,12 @@ class PlannedRun:
         """Shape of the model."""
         return self._model if isinstance(self._model, ModelArgs) else None
 
+    def with_model(self, config: Config, model: ModelArgs, label: str) -> PlannedRun:
+        """Return a run of another ``model`` with ``config``, for rules that check it too."""
+        run = replace(self, config=config)
+        vars(run).update(_model=model, model_label=label)  # cached properties
+        return run
+
     @property
     def model_problems(self) -> list[Problem]:
         return self._model.problems if isinstance(self._model, ConfigError) else []

@@ -50,6 +50,8 @@ class OutputHead(nn.Module):
         if self.top_k is not None:
             return self.top_log_probs(h_BSD, weight_VD, self.top_k)
         custom = self.training_losses if self.training else None
+        if self.reduction == "pairs" and labels.ndim == 2:  # a pass before the teacher's, which counts loads
+            custom = None
         loss = self.loss if custom is None else partial(self._loss_of_logits, custom)
         losses_T = chunked_loss(
             loss,
@@ -63,14 +65,14 @@ class OutputHead(nn.Module):
 
     def top_log_probs(self, h_BSD: Tensor, weight_VD: Tensor, k: int) -> Tensor:
         """Return the ``k`` most probable tokens of each position, as floating-point numbers, and their
-        log-probabilities, (B, S, 2K) in fp64."""
+        log-probabilities, (B, S, 2K) in at least fp32."""
         found = []
         for chunk_TD in h_BSD.flatten(0, 1).split(self.loss_chunk_tokens or h_BSD[..., 0].numel()):
             logits_TV = self.logits(chunk_TD, weight_VD)
             values_TK, tokens_TK = logits_TV.topk(k)
             precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             log_probs_TK = values_TK - precise_TV.logsumexp(-1, keepdim=True)
-            found.append(torch.cat([tokens_TK.double(), log_probs_TK.double()], -1))
+            found.append(torch.cat([tokens_TK.to(precise_TV.dtype), log_probs_TK], -1))
         return torch.cat(found).unflatten(0, h_BSD.shape[:2])
 
     def _loss_of_logits(

@@ -170,26 +170,32 @@ def weights_readable(run: PlannedRun) -> list[Problem]:
     key, options = _weights_key(run), run.config.checkpoint
     if not start.weights.exists() and (options.initial_load_broadcast or key == _tokenizer_key(run)):
         return []  # possibly only rank 0's node has it; another rule reports a missing tokenizer folder
-    wrong = instead_of_hugging_face(start.weights, run.config.value(key))
-    if wrong:
-        return [run.problem(key, *wrong, _IN_HF)]
+    wrong = unusable_weights(start.weights, run.config.value(key))
+    return [run.problem(key, *wrong, _IN_HF)] if wrong else []
+
+
+def unusable_weights(folder: Path, value: str) -> tuple[str, str] | None:
+    """Return why the Hugging Face ``folder``, which a key with ``value`` names, has no usable weights, and
+    the fix; None if it has."""
+    if wrong := instead_of_hugging_face(folder, value):
+        return wrong
     otherwise = f"{name_readable()} (docs/weights.md lists supported models), or correct the file"
     try:
-        theirs = read_hf_config(start.weights)
+        theirs = read_hf_config(folder)
         otherwise = "use a folder with complete safetensors files"
-        entries, _ = model_entries(start.weights, theirs)
+        entries, _ = model_entries(folder, theirs)
     except DataError as error:
         rule, _, fix = str(error).partition("\n  fix:  ")
-        return [run.problem(key, rule, fix or otherwise, _IN_HF)]
+        return rule, fix or otherwise
     rows = table(theirs)
     shapes = {name: entry.shape for name, entry in entries.items()}
     expected = dict(rows.hf_shapes)
     if theirs.tie_embeddings and (head := rows.to_hf(HEAD)) in shapes:
         expected[head] = expected[rows.to_hf(EMBEDDING)]
     if not (differences := "; ".join(_differences(shapes, expected))):
-        return []
-    rule = f"the files in {start.weights} do not match the model in its {CONFIG}: {differences}"
-    return [run.problem(key, rule, "use files and config.json of the same model", _IN_HF)]
+        return None
+    rule = f"the files in {folder} do not match the model in its {CONFIG}: {differences}"
+    return rule, "use files and config.json of the same model"
 
 
 @rule()
