@@ -109,6 +109,29 @@ def first_difference(folder: Path, name: str) -> str:
     return f"none in {len(first)} steps"
 
 
+def loads(folder: Path, name: str) -> list[float]:
+    """The entropy of the loads of experts in each step of a run: another choice of any token changes it."""
+    lines = (place_of(folder, name) / "metrics.jsonl").read_text().splitlines()
+    return [record["moe/load_entropy"] for line in lines if "loss" in (record := json.loads(line))]
+
+
+def choices(folder: Path, runs: dict[str, list[float]]) -> str:
+    """The table of the steps at which other experts are chosen than in one process, in Markdown."""
+    lines = [
+        "",
+        "| layout | first step with another load of experts | largest difference before | and from there |",
+        "|---|---|---|---|",
+    ]
+    expected = loads(folder, ONE)
+    for name in runs.keys() - {ONE}:
+        apart, found = differences(runs[name], runs[ONE]), loads(folder, name)
+        pairs = zip(found, expected, strict=True)
+        first = next((step for step, (a, b) in enumerate(pairs) if abs(a - b) > 1e-12), len(found))
+        before, after = (max(part, default=0.0) for part in (apart[:first], apart[first:]))
+        lines.append(f"| {name} | {first + 1} | {before:.1e} | {after:.1e} |")
+    return "\n".join([*lines[:3], *sorted(lines[3:])]) + "\n"
+
+
 def report(runs: dict[str, list[float]], precision: str, command: str, machine: str, what: str) -> str:
     """The table in Markdown."""
     steps = len(runs[ONE])
@@ -190,13 +213,7 @@ def main() -> None:
     )
     text = report(runs, options.precision, command, machine, what)
     if options.layouts == "experts":
-        apart = [differences(runs[name], runs[ONE]) for name in layouts]
-        every = max(1, options.steps // 10)
-        largest = [
-            (step, max(run[step - 1] for run in apart)) for step in range(every, options.steps + 1, every)
-        ]
-        text += "\n| step | largest relative difference |\n|---|---|\n"
-        text += "".join(f"| {step} | {value:.1e} |\n" for step, value in largest)
+        text += choices(folder, runs)
     if options.layouts == "bitwise":
         text += "\nFirst differences of fingerprints from one process:\n\n" + "".join(
             f"- {name}: {first_difference(folder, name)}\n" for name in layouts

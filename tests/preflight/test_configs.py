@@ -35,7 +35,7 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
     ("name", "world_sizes", "parameters"),
     [
         ("debug_model", (1, 2, 4, 8), 5_245_184),
-        ("debug_moe", (1, 2, 4, 8), 8_924_416),
+        ("debug_moe", (1, 2, 4, 8), 9_185_536),
         ("chat_debug", (1, 2, 4, 8), 5_245_184),
         ("llama3_1b", (1, 8, 64), 1_235_814_400),
         ("llama3_3b", (1, 8, 64), 3_212_749_824),

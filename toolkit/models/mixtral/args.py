@@ -23,7 +23,7 @@ _8X7B = ModelArgs(
 PRESETS = {
     "mixtral": {
         "debugmodel": replace(
-            _8X7B, dim=256, n_layers=6, n_heads=8, n_kv_heads=2, ffn_dim=768, vocab_size=2048, head_dim=32,
+            _8X7B, dim=256, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=2048, head_dim=64,
             moe=MoEArgs(num_experts=8, top_k=2, ffn_dim=256, route_norm=True),
         ),
         "8x7B": _8X7B,
