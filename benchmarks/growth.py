@@ -30,7 +30,7 @@ CHANGE = 1e-13
 _FAST = {"optimizer.lr": 2e-3, "moe.aux_loss_coeff": 1e-2}
 _DENSE = _FAST | {"moe.aux_loss_coeff": 0.0}
 _QWEN3 = {"model.head_dim": 128}
-MODELS = {
+MODELS: dict[str, dict[str, object]] = {
     "Llama 3, dense": {"model.name": "llama3", **_DENSE},
     "Qwen3, dense, tied head": {"model.name": "qwen3", **_QWEN3, **_DENSE},
     "Qwen3 MoE, tied head": {"model.name": "qwen3_moe", **_QWEN3, **_FAST},

@@ -67,12 +67,12 @@ class FusedExperts:
 
     @property
     def swapped(self) -> bool:
-        """Whether PEFT's A is our B, and its B our A."""
+        """True if PEFT's A is our B, and its B our A."""
         return any(row.fused is not None and row.fused.peft_swaps for row in self.rows)
 
     @property
     def interleaved(self) -> bool:
-        """Whether the outputs of ``rows`` alternate."""
+        """True if the outputs of ``rows`` alternate."""
         return any(row.fused is not None and row.fused.interleaved for row in self.rows)
 
     def key(self, part: str) -> str:

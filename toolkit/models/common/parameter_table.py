@@ -110,7 +110,7 @@ class ParameterRow:
 
     @property
     def is_expert_matrix(self) -> bool:
-        """Whether a matrix of each expert is stacked in it."""
+        """True if a matrix of each expert is stacked in it."""
         return self.experts > 0 and len(self.shape) == 3
 
     @property
