@@ -27,7 +27,7 @@ from toolkit.trainer import Trainer
 
 CONFIG = "train_configs/debug_moe.toml"
 CHANGE = 1e-13
-_FAST = {"optimizer.lr": 2e-3, "moe.aux_loss_coeff": 1e-2}
+_FAST: dict[str, object] = {"optimizer.lr": 2e-3, "moe.aux_loss_coeff": 1e-2}
 _DENSE = _FAST | {"moe.aux_loss_coeff": 0.0}
 _QWEN3 = {"model.head_dim": 128}
 MODELS: dict[str, dict[str, object]] = {
