@@ -11,8 +11,8 @@ and then by expert. Gate and up share A there; here w1 and w3 have an A each.
   two As, so it takes other steps than PEFT's, in which they stay equal.
 - Import of an export, with rank 2R for gate_up_proj, is exact if B is still block-diagonal; otherwise the
   folder is rejected, because rank R cannot express it.
-- gpt-oss and Llama 4 store transposed matrices. Gate and up alternate in gpt-oss's B. PEFT takes Llama 4's
-  inputs for outputs, so its A there is our B, transposed, and its B our A.
+- Fused checkpoints store transposed matrices. If their outputs alternate, so do the rows of B. If PEFT takes
+  their inputs for outputs, its A is our B, transposed, and its B our A.
 - Import of PEFT's own rank 2R, which it chooses if gate_proj and up_proj are targets (as in all-linear), is
   exact: all updates get rank 2R, those of rank R padded with zeros, at the same scale.
 """
