@@ -63,8 +63,8 @@ def draw(folder: Path, output: Path) -> None:
         ):
             if values := smooth([it[key] for it in found if key in it]):
                 cell.plot(range(1, len(values) + 1), values, color=f"C{number}", linewidth=1, label=name)
-    above.set(ylabel="cross-entropy, nats per token (mean of 20 steps)", ylim=(None, 7))
-    below.set(xlabel="step", ylabel="divergence from the teacher", yscale="log")
+    above.set(ylabel="cross-entropy, nats per token", ylim=(None, 7))
+    below.set(xlabel="step", ylabel="divergence (both: mean of 20 steps)", yscale="log")
     above.legend(fontsize=8, frameon=False)
     save(figure, output)
 
