@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.curves import place_of, save, train
 from benchmarks.machine import describe
-from benchmarks.moe_balance import records, smooth
+from benchmarks.moe_balance import plot_smooth, records, smooth
 
 TEACHER = "teacher"
 STUDENT = ["--model.dim=128", "--model.n_layers=2", "--model.ffn_dim=384"]
@@ -57,12 +57,9 @@ def draw(folder: Path, output: Path) -> None:
     figure, (above, below) = pyplot().subplots(2, 1, figsize=(8, 7), sharex=True)
     for number, name in enumerate((TEACHER, *RUNS)):
         found = records(folder, name)
-        for cell, key in (
-            (above, "loss" if name == TEACHER else "distillation/cross_entropy"),
-            (below, DIVERGENCE),
-        ):
-            if values := smooth([it[key] for it in found if key in it]):
-                cell.plot(range(1, len(values) + 1), values, color=f"C{number}", linewidth=1, label=name)
+        loss = "loss" if name == TEACHER else "distillation/cross_entropy"
+        plot_smooth(above, found, loss, name, number)
+        plot_smooth(below, found, DIVERGENCE, name, number)
     above.set(ylabel="cross-entropy, nats per token", ylim=(None, 7))
     below.set(xlabel="step", ylabel="divergence (both: mean of 20 steps)", yscale="log")
     above.legend(fontsize=8, frameon=False)

@@ -15,8 +15,9 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from benchmarks.curves import EXPERTS_CONFIG, save, train
+from benchmarks.curves import EXPERTS_CONFIG, place_of, save, train
 from benchmarks.machine import describe
 
 LOAD = "moe/max_load"
@@ -31,7 +32,7 @@ RUNS = {
 
 def records(folder: Path, name: str) -> list[dict[str, float]]:
     """The logged steps of a run, and what its validations logged."""
-    return [json.loads(line) for line in (folder / name.replace(" ", "_") / "metrics.jsonl").open()]
+    return [json.loads(line) for line in (place_of(folder, name) / "metrics.jsonl").open()]
 
 
 def smooth(values: list[float], over: int = 20) -> list[float]:
@@ -39,6 +40,12 @@ def smooth(values: list[float], over: int = 20) -> list[float]:
     return [
         sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - over + 1) : i + 1])
     ]
+
+
+def plot_smooth(cell: Any, found: list[dict[str, float]], key: str, name: str, number: int) -> None:
+    """Plot the smoothed values of ``key``, if there are any, in the color of run ``number``."""
+    if values := smooth([it[key] for it in found if key in it]):
+        cell.plot(range(1, len(values) + 1), values, color=f"C{number}", linewidth=1, label=name)
 
 
 def report(folder: Path, steps: int, command: str, machine: str) -> str:
@@ -70,9 +77,7 @@ def draw(folder: Path, output: Path) -> None:
     for number, name in enumerate(RUNS):
         found = records(folder, name)
         for cell, key in ((above, "loss"), (below, LOAD)):
-            values = smooth([it[key] for it in found if key in it])
-            if values:
-                cell.plot(range(1, len(values) + 1), values, color=f"C{number}", linewidth=1, label=name)
+            plot_smooth(cell, found, key, name, number)
     above.set(ylabel="loss, nats per token (mean of 20 steps)")
     below.set(xlabel="step", ylabel="largest load over mean", ylim=(1, 4))
     above.legend(fontsize=8, frameon=False)

@@ -35,6 +35,7 @@ from toolkit.metrics.speed import SpeedMeter, build_speed_meter
 from toolkit.metrics.startup_timer import StartupTimer
 from toolkit.metrics.summary import summary
 from toolkit.models.from_config import model_args, pretrained_folder
+from toolkit.models.teacher import teacher_folder
 from toolkit.optim.ema import weight_average
 from toolkit.optim.groups import GroupSummary, summaries
 from toolkit.optim.lr_scheduler import invalid_rate, is_registered, learning_rate, shortened_phases
@@ -176,7 +177,6 @@ class Trainer:
 
     def _load_teacher(self) -> None:
         from toolkit.finetune.distillation import DistillationObjective
-        from toolkit.models.teacher import teacher_folder
         from toolkit.weights.pretrained import load_hugging_face
 
         objective = self.model_parts.objective

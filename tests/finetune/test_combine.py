@@ -34,7 +34,7 @@ def _write(folder: Path, name: str, **lora: Any) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "llama4"])
 def test_a_sum_is_the_one_of_peft(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_transformers(tmp_path / "base", family)
     paths = {name: _write(tmp_path, name, **lora) for name, lora in OURS.items()}

@@ -128,3 +128,30 @@ def test_a_step_has_the_loss_of_transformers_logits(tmp_path: Path, weight: floa
         rel=1e-5,
     )
     assert divergence > 0.1
+
+
+def _validation_loss(folder: str, distillation: dict[str, Any]) -> float:
+    config = small_config(
+        folder,
+        model={"vocab_size": 4352},
+        training={"steps": 1, "local_batch_size": 2, "global_batch_size": 4},
+        optimizer={"lr": 0.0},
+        distillation=distillation,
+        validation={"enable": True, "dataset": "embedded_validation", "freq": 1, "samples": 4},
+        metrics={"enable_tensorboard": False, "log_freq": 1},
+    )
+    trainer = small_trainer(config)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    [value] = [it["validation_loss"] for it in trainer.history if "validation_loss" in it]
+    return value
+
+
+def test_validation_reports_the_cross_entropy(tmp_path: Path) -> None:
+    teacher = write_teacher(tmp_path / "teacher", vocab=4352)
+    distilled = {"enable": True, "teacher_path": str(teacher), "weight": 1.0}
+    losses = [
+        run_world(_validation_loss, 1, str(tmp_path / str(number)), options, timeout=200)[0]
+        for number, options in enumerate(({}, distilled))
+    ]
+    assert losses[0] == losses[1] > 1

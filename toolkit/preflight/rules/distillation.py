@@ -14,6 +14,7 @@ from toolkit.preflight.rules.attention import (
     attention_takes_window,
 )
 from toolkit.preflight.rules.experts import expert_parallel_divides, tensor_parallel_divides_experts
+from toolkit.preflight.rules.finetune import loss_options
 from toolkit.preflight.rules.model import sequence_fits_model
 from toolkit.preflight.rules.pipeline import stages_not_empty
 from toolkit.preflight.rules.tensor_context_parallel import (
@@ -85,8 +86,4 @@ def distillation_is_the_loss(run: PlannedRun) -> list[Problem]:
         return [run.problem(key, "distillation needs an objective that predicts tokens", "remove it")]
     if config.model.converters:
         return [run.problem(key, "converters would convert the teacher too", "remove model.converters")]
-    return [
-        run.problem(field.key, "a distilled model has its own loss", "remove it")
-        for field in config.present_fields()
-        if field.key.startswith("loss.") and config.value(field.key) != field.default
-    ]
+    return loss_options(run, "a distilled model")

@@ -371,8 +371,13 @@ def loss_options_apply(run: PlannedRun) -> list[Problem]:
     objective = (
         "a classifier" if options.classification.num_labels else f'finetune.objective = "{options.objective}"'
     )
+    return loss_options(run, objective)
+
+
+def loss_options(run: PlannedRun, owner: str) -> list[Problem]:
+    """Return a problem for each option of the token loss that is set, because ``owner`` has its own loss."""
     return [
-        run.problem(field.key, f"{objective} has its own loss", "remove it")
-        for field in config.present_fields()
-        if field.key.startswith("loss.") and config.value(field.key) != field.default
+        run.problem(field.key, f"{owner} has its own loss", "remove it")
+        for field in run.config.present_fields()
+        if field.key.startswith("loss.") and run.config.value(field.key) != field.default
     ]
