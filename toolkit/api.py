@@ -51,6 +51,7 @@ from toolkit.optim.optimizer import build_optimizer as build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.objective import count_valid
+from toolkit.phases import train_in_phases
 from toolkit.step_hooks import StepHook
 from toolkit.trainer import Trainer
 from toolkit.weights.export import export_hf as export_folder
@@ -64,6 +65,7 @@ _PLAIN: dict[str, Any] = {
     "distillation.enable": False,
     "model.converters": [],
     "training.epochs": None,
+    "phases": {},
     "parallelism.tensor_parallel_degree": 1,
     "parallelism.context_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
@@ -126,9 +128,14 @@ def run(config: Config, hooks: Sequence[StepHook] = ()) -> list[dict[str, Any]]:
             raise ConfigError(
                 Problem(rule, "remove it, or use run_train.sh", "health.straggler_factor", factor)
             )
-        trainer = Trainer(config, open_data(config), device, StartupTimer(enabled=False))
-        trainer.hooks += [*health_hooks(trainer), *hooks]
-        trainer.train()
+        data = open_data(config)
+
+        def build(**options: Any) -> Trainer:
+            trainer = Trainer(config, data, device, StartupTimer(enabled=False), **options)
+            trainer.hooks += [*health_hooks(trainer), *hooks]
+            return trainer
+
+        _, trainer = train_in_phases(config, build)
     return trainer.history
 
 

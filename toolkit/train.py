@@ -18,7 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.config import Config, asks_for_tracebacks, load_config
 from toolkit.data.run_data import TOKENS, RunData, from_text
@@ -55,6 +55,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     from toolkit.distributed import process_group
     from toolkit.health.watch import health_hooks
     from toolkit.metrics.startup_timer import StartupTimer
+    from toolkit.phases import train_in_phases
     from toolkit.trainer import Trainer
 
     timer = StartupTimer(enabled=is_rank_0)
@@ -66,17 +67,22 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
         faults.record_collectives(config.comm.trace_buf_size, timed=timed)
     with timer("process group"):
         process_group.start(device, timeout_seconds=config.comm.init_timeout_seconds)
-    try:
-        trainer = Trainer(config, data, device, timer)
-    except torch.OutOfMemoryError as error:
-        from toolkit.metrics.out_of_memory import out_of_memory_advice
 
-        raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
-    trainer.hooks += health_hooks(trainer)
-    if faults:
-        faults.step = lambda: trainer.train_state.step
+    def build(**options: Any) -> Trainer:
+        try:
+            trainer = Trainer(config, data, device, timer, **options)
+        except torch.OutOfMemoryError as error:
+            from toolkit.metrics.out_of_memory import out_of_memory_advice
+
+            raise OutOfMemory(out_of_memory_advice(device, 0, error)) from error
+        trainer.hooks += health_hooks(trainer)
+        if faults:
+            state = trainer.train_state  # the trainer itself has to be freed after its phase
+            faults.step = lambda: state.step
+        return trainer
+
     try:
-        code = trainer.train()
+        code, _ = train_in_phases(config, build)
     except RuntimeError as error:
         from toolkit.data.dataloader import lost_worker
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from toolkit.build import build_model, compiles, compute_dtype
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
+from toolkit.config.phases import RunPhase
 from toolkit.cpu.memory import keep_freed_memory
 from toolkit.data.batch_size import batch_shape
 from toolkit.data.build import run_tokenizer
@@ -40,8 +41,8 @@ from toolkit.optim.ema import weight_average
 from toolkit.optim.groups import GroupSummary, summaries
 from toolkit.optim.lr_scheduler import invalid_rate, is_registered, learning_rate, shortened_phases
 from toolkit.optim.optimizer import build_optimizer
-from toolkit.parallel.dims import degrees
-from toolkit.parallel.mesh import build_mesh
+from toolkit.parallel.dims import ParallelDims, degrees
+from toolkit.parallel.mesh import Mesh, build_mesh
 from toolkit.step_hooks import StepHook, StepResult
 from toolkit.train_step import TrainState, TrainStep
 
@@ -51,23 +52,43 @@ if TYPE_CHECKING:
     from toolkit.validate import Validator
 
 
+class Shared:
+    """Parts that the trainers of a run's phases share: the time limit, and process groups, which take memory."""
+
+    def __init__(self, config: Config):
+        self.deadline = Deadline(config.job.time_limit, os.environ)
+        self.groups: dict[ParallelDims, tuple[Mesh, dist.ProcessGroup]] = {}
+
+
 class Trainer:
     """One run: built from a configuration, resumed from the newest checkpoint, and trained to the last step.
 
     Needs a process group. After :meth:`train`, ``history`` contains the logged values of this process.
-    ``hooks`` are called around each step; add more before calling :meth:`train`.
+    ``hooks`` are called around each step; add more before calling :meth:`train`. With a ``phase`` of the
+    run, only that one is trained; see :mod:`toolkit.phases`.
     """
 
     history: list[dict[str, Any]]
     log: MetricLogger
 
-    def __init__(self, config: Config, data: RunData, device: torch.device, timer: StartupTimer):
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        data: RunData,
+        device: torch.device,
+        timer: StartupTimer,
+        *,
+        phase: RunPhase | None = None,
+        shared: Shared | None = None,
+    ):
+        assert phase or not config.phases, "toolkit.phases trains a run in phases"
+        self.written, self.phase, self.shared = config, phase, shared or Shared(config)
+        self.config = config = phase.config if phase else config
         self.data = data
         self.device = device
         self.seed = config.debug.seed or 0
         self.train_state = TrainState()
-        self._deadline = Deadline(config.job.time_limit, os.environ)
+        self._deadline = self.shared.deadline
         if config.debug.bitwise_data_parallel and device.type == "cpu":
             torch.set_num_threads(1)  # sums are split over threads, whose number follows that of the ranks
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
@@ -78,7 +99,8 @@ class Trainer:
             self._build()
         self.compile_clock = self._compile_clock()
         ranks: dict[str, Any] = {"dp_rank": self.mesh.dp_rank, "dp_size": self.mesh.dp_size}
-        self.loader = training_loader(config, data, self.batch, seed=self.seed, **ranks)
+        previous = phase.previous if phase else None
+        self.loader = training_loader(config, data, self.batch, seed=self.seed, previous=previous, **ranks)
         self.validation: Validator | None = None
         if config.validation.enable:
             from toolkit.validate import Validator
@@ -131,10 +153,15 @@ class Trainer:
         config = self.config
         layout = degrees(config.parallelism, dist.get_world_size())
         assert layout is not None, "the preflight checks the world size"
-        self.mesh = build_mesh(self.device, **asdict(layout))
-        process_group.set_timeout(config.comm.init_timeout_seconds)
-        timeout = config.comm.save_timeout_seconds
-        self.file_group = process_group.new_file_group(timeout_seconds=timeout)
+        groups = self.shared.groups
+        if layout in groups:
+            process_group.set_timeout(config.comm.init_timeout_seconds)
+        else:
+            mesh = build_mesh(self.device, **asdict(layout))
+            process_group.set_timeout(config.comm.init_timeout_seconds)
+            timeout = config.comm.save_timeout_seconds
+            groups[layout] = mesh, process_group.new_file_group(timeout_seconds=timeout)
+        self.mesh, self.file_group = groups[layout]
         shape = batch_shape(
             global_batch_size=config.training.global_batch_size,
             local_batch_size=config.training.local_batch_size,
@@ -229,10 +256,16 @@ class Trainer:
             self.config, self.folder, model_parts=self.model_parts, optimizer=self.optimizer,
             position=self.loader, state=self.train_state, group=self.file_group,
             metadata=run_metadata(
-                self.config, self.args, mesh=str(self.mesh), data_parallel=self.mesh.dp_size, batch=self.batch
+                self.written, self.args, mesh=str(self.mesh), batch=self.batch,
+                data_parallel=self.mesh.dp_size,
             )
             | self._reference,
         )  # fmt: skip
+
+    @property
+    def end_step(self) -> int:
+        """The step after which :meth:`train` returns: the last one of the phase or of the run."""
+        return self.phase.end if self.phase else self.total_steps
 
     def count_steps(self) -> int:
         """Return the total steps of the run. With epochs, this is the finished steps plus those for the
@@ -290,7 +323,7 @@ class Trainer:
         if state.step == 0 and self.validation and self.validation.due(0):
             self._validate(self.validation, speed, request)
         self._deadline.begin()
-        while state.step < self.total_steps:
+        while state.step < self.end_step:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
             seed_step(self.seed, step, 0 if self.model_parts.bitwise else self.mesh.dp_rank)
@@ -326,14 +359,18 @@ class Trainer:
             if self.evaluation and self.evaluation.due(step, last=last) and not stop:
                 stop = self._evaluate(self.evaluation, speed, request)
             if self.checkpointer:
-                self.checkpointer.after_step(speed.exclude, last=last, stop=stop)
+                self.checkpointer.after_step(speed.exclude, last=last, stop=stop or step == self.end_step)
             self.log.advance(step)
             garbage.after_step(step)
             self._deadline.lap()
             if stop:
                 break
+        else:
+            stop = False
         request.release()
-        return self._report_finished() if state.step == self.total_steps else self._report_stop(request)
+        if state.step == self.total_steps:
+            return self._report_finished()
+        return self._report_stop(request) if stop else EXIT_FINISHED
 
     def resume_data(self, samples: int) -> None:
         """Resume the data at sample ``samples`` after the running trainer loaded a checkpoint."""
@@ -419,8 +456,8 @@ class Trainer:
             resume_step=state.step,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            config_text=self.config.to_toml(),
-            config=self.config.model_dump(),
+            config_text=self.written.to_toml(),
+            config=self.written.model_dump(),
         )
         if self.checkpointer:
             self.checkpointer.say = self.log.say
@@ -433,6 +470,9 @@ class Trainer:
         """Return messages that need the tokenized corpus: its length, and each corpus's share of a
         mixture."""
         epochs = self.config.training.epochs
+        if self.phase and self.phase.name:
+            batch = f"{self.batch.total} samples of {self.config.training.seq_len} tokens"
+            yield f"phase {self.phase.name}: {batch} to step {self.end_step}"
         if epochs:
             yield (
                 f"{self.total_steps} steps: training.epochs {epochs}, "
@@ -444,7 +484,8 @@ class Trainer:
         if self.validation:
             yield from (f"validation: {line}" for line in self.validation.loader.conversations())
         if self.loader.mixture:
-            yield self.loader.mixture.describe(self.total_steps * self.batch.total)
+            steps = self.end_step - (self.phase.start if self.phase else 0)
+            yield self.loader.mixture.describe(steps * self.batch.total)
         if dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()):
             from toolkit.distributed.clocks import clock_skew
 

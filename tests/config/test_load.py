@@ -139,8 +139,8 @@ def test_unknown_key_beside_every_key(field: Field, tmp_path: Path) -> None:
         ("[data.mixture.code]", "run.toml:1: data.mixture.code = {}\n  rule: [data.mixture.code] is empty"),
         ("[data.mixture.code]\nwight = 3", "did you mean data.mixture.code.weight?"),
         (
-            "[data.mixture.code]\nweight = 0",
-            "run.toml:2: data.mixture.code.weight = 0\n  rule: must be a num",
+            "[data.mixture.code]\nweight = -1",
+            "run.toml:2: data.mixture.code.weight = -1\n  rule: must be a num",
         ),
         ("[data.mixtures.code]\nweight = 1", "no table [data.mixtures]\n  fix:  did you mean data.mixture."),
         (

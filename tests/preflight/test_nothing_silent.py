@@ -122,6 +122,7 @@ ACTS = {
     "data.max_inline_gb",
     "data.mixture.NAME.weight",
     "data.mixture.NAME.format",
+    *(field.key for field in fields() if field.table == "phases.NAME"),
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
     "parallelism.sharding_strategy",

@@ -16,8 +16,9 @@ from toolkit.config.finetune import Finetune
 from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstimation, Metrics, Profiling
 from toolkit.config.optimizer import LRScheduler, Optimizer
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
+from toolkit.config.phases import Phase, replaced
 from toolkit.config.training import Data, Distillation, Evaluation, Loss, Model, MoE, Training, Validation
-from toolkit.config.types import OnlyWith, Table, UnknownValue
+from toolkit.config.types import Name, OnlyWith, Table, UnknownValue
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml
 
@@ -46,6 +47,8 @@ class Config(Table):
     distillation: Distillation = Distillation()
     moe: MoE = MoE()
     training: Training = Training()
+    phases: dict[Name, Phase] = {}
+    """Parts of the run with other lengths, batches or mixtures."""
     data: Data = Data()
     finetune: Finetune = Finetune()
     parallelism: Parallelism = Parallelism()
@@ -61,6 +64,7 @@ class Config(Table):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _depths: dict[str, int] = PrivateAttr(default_factory=dict)
+    _phase: str | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
@@ -71,6 +75,22 @@ class Config(Table):
     def is_dry(self) -> bool:
         """True if the run is only described, not executed."""
         return self.comm.mode == "fake_backend" or self.memory_estimation.enable
+
+    @property
+    def phase(self) -> str | None:
+        """Name of the phase that this config describes, "" for the first; None if there are no phases."""
+        return self._phase
+
+    def in_phase(self, name: str) -> Config:
+        """Return the config of one phase, without the other phases; "" is the first one."""
+        copy: Config = replaced(self, ["phases"], {})
+        copy._phase = name
+        for key, (source, value) in (self.phases[name].values() if name else {}).items():
+            copy, source = replaced(copy, key.split("."), value), f"phases.{name}.{source}"
+            if source in self._origins:
+                copy._origins = {**copy._origins, key: self._origins[source]}
+                copy._depths = {**copy._depths, key: self._depths[source]}
+        return copy
 
     def with_origins(self, settings: Mapping[str, Setting]) -> Config:
         """Return a copy that records the origins of its values; ``settings`` maps dotted keys to settings."""

@@ -254,8 +254,9 @@ class MixtureCorpus(Table):
     """One corpus of a weighted mixture, under a name of your choice. The samples drawn depend on the names,
     not on the order of the tables."""
 
-    weight: PositiveFloat = 1.0
-    """Share of the samples; weights are normalized to sum to 1 and rounded to multiples of 1/10,000."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the samples; weights are normalized to sum to 1 and rounded to multiples of 1/10,000. With
+    [phases], 0 keeps the corpus for a later phase."""
     dataset: Annotated[str, LocalPath()] = "c4_test"
     """Name of a corpus, as in training.dataset."""
     dataset_path: Annotated[str | None, LocalPath()] = None
@@ -319,6 +320,11 @@ class Data(Table):
     """Gigabytes of text that a run tokenizes by itself; prepare larger corpora with tools/prepare_data.py."""
     mixture: dict[Name, MixtureCorpus] = {}
     """Weighted mixture of corpora, one table [data.mixture.NAME] each; replaces training.dataset."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Positive weights of the mixture's corpora, by ascending name."""
+        return {name: it.weight for name, it in sorted(self.mixture.items()) if it.weight}
 
 
 _BASE = Needs("a base corpus", rejected=True)

@@ -42,7 +42,8 @@ def _readers(annotation: Any) -> list[Callable[[str], object]]:
     if origin is Annotated:
         return _readers(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        return [reader for alternative in arguments for reader in _readers(alternative)]
+        first_none = sorted(arguments, key=lambda alternative: alternative is not types.NoneType)
+        return [reader for alternative in first_none for reader in _readers(alternative)]
     if origin is list:
         return [lambda text: _read_list(text, arguments[0])]
     if origin is dict:

@@ -13,9 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from toolkit.config import Config
 from toolkit.config.training import Data, DataLoader, Training, Validation
 from toolkit.data.batch_size import BatchShape
-from toolkit.data.dataloader import Loader, MicroBatchDataset, MicroBatches, Order, identity_collate
+from toolkit.data.dataloader import Loader, MicroBatchDataset, MicroBatches, identity_collate
 from toolkit.data.run_data import RunData
-from toolkit.data.sampler import corpus_indices
+from toolkit.data.sampler import CorpusOrder
 from toolkit.data.streaming import streamed_loader
 from toolkit.data.token_files import MixturePart, TokenCache
 from toolkit.data.worker_signals import outlive_the_scheduler
@@ -63,8 +63,7 @@ def build_loader(
     if isinstance(table, Validation):
         once, samples = True, samples if table.samples == -1 else min(table.samples, samples)
     lengths, shuffle = [len(rows) for rows in dataset.rows], data.shuffle and not once
-    order: Order = functools.partial(corpus_indices, n=lengths[0], seed=seed, shuffle=shuffle)
-    mixture = None
+    order: CorpusOrder | MixtureOrder = CorpusOrder(lengths[0], seed, shuffle)
     counted: dict[str, Any] = {"corpus": parts[0].corpus.fingerprint}
     if parts[0].name:
         order = mixture = _mixture(parts, lengths, seed=seed, shuffle=shuffle)
@@ -76,7 +75,7 @@ def build_loader(
     )
     counted |= {"seq_len": table.seq_len, "packing": data.packing, "shuffle": shuffle, "seed": seed}
     corpora = [part.corpus for part in parts]
-    return Loader(_torch_loader(dataset, sampler, table.dataloader), sampler, counted, corpora, mixture)
+    return Loader(_torch_loader(dataset, sampler, table.dataloader), sampler, counted, corpora, order)
 
 
 def _torch_loader(
@@ -110,17 +109,27 @@ def _text(parts: Sequence[MixturePart], mixture: MixtureOrder) -> dict[str, Any]
 
 
 def training_loader(
-    config: Config, data: RunData, batch: BatchShape, *, dp_rank: int, dp_size: int, seed: int
+    config: Config,
+    data: RunData,
+    batch: BatchShape,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    previous: str | None = None,
 ) -> Loader:
-    """Build this rank's training loader."""
+    """Build this rank's training loader. ``previous`` is the phase of the run before that of ``config``."""
     if config.data.streaming:
         return streamed_loader(config, batch, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
-    return build_loader(
+    loader = build_loader(
         data.train(config), config.training, config.data, batch,
         pad_id=data.pad_id, dp_rank=dp_rank, dp_size=dp_size, seed=seed,
         interleaved=config.debug.bitwise_data_parallel,
         numbered=0 if config.finetune.stores_reference else None,
     )  # fmt: skip
+    if config.phase is not None:
+        loader.set_phase(config.phase, previous)
+    return loader
 
 
 def validation_loader(

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.packing import PADDING, Rows, Sample, corpus_rows
+from toolkit.data.sampler import CorpusOrder
 from toolkit.data.token_files import TokenCache
 from toolkit.errors import DataError
 
@@ -156,22 +159,30 @@ class Loader:
     micro-batches.
     """
 
-    mixture: MixtureOrder | None
-    """Order of a mixture, with the shares of its corpora."""
-
     def __init__(
         self,
         data: StatefulDataLoader,
         sampler: MicroBatches,
         counted: dict[str, Any],
         corpora: Sequence[TokenCache],
-        mixture: MixtureOrder | None = None,
+        order: CorpusOrder | MixtureOrder,
     ):
-        self._data, self._sampler, self._counted, self.mixture = data, sampler, counted, mixture
+        self._data, self._sampler, self._counted, self.order = data, sampler, counted, order
         self._corpora = corpora
+        self._previous: str | None = None  # phase of the run
+        self._drawn: dict[str, list[int]] = {}  # of all corpora, in earlier phases
         self._micro_batches = len(sampler.offsets) // sampler.local_batch_size  # per global batch and rank
         self._start = 0
         self._taken = 0
+
+    def set_phase(self, name: str, previous: str | None) -> None:
+        """Count the samples of one phase of the run. Its corpora continue where those of ``previous`` end."""
+        self._counted["phase"], self._previous = name, previous
+
+    @property
+    def mixture(self) -> MixtureOrder | None:
+        """Order of a mixture, with the shares of its corpora; None for one corpus."""
+        return None if isinstance(self.order, CorpusOrder) else self.order
 
     @property
     def epoch_samples(self) -> int:
@@ -234,7 +245,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the number of consumed, not prefetched, samples and a description that identifies them."""
-        return {"samples": self.samples, **self._counted}
+        drawn = {**self._drawn, **self.order.drawn(self.samples)}
+        return {"samples": self.samples, **self._counted, "first": self.order.first, "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the samples counted by ``state``, with any number of ranks, workers or batch size.
@@ -242,8 +254,24 @@ class Loader:
         Raises:
             DataError: The state counts samples of another corpus, seed or packing.
         """
-        check_same_samples(self._counted, state)
-        self._start, self._taken = int(state["samples"]), 0
+        state = {"phase": "", "first": {}, "drawn": {}, **state}
+        self._drawn, self._taken = state["drawn"], 0
+        if self._previous is None or state["phase"] != self._previous:
+            check_same_samples(self._counted, state)
+            self._start, self.order.first = int(state["samples"]), state["first"]
+            return
+        is_text = re.compile(r"corpus|.*\.corpus|packing|shuffle|seed")
+        same = {name: it for name, it in self._counted.items() if name in state and is_text.fullmatch(name)}
+        if "mixture of " in str(same["corpus"]):
+            del same["corpus"]
+        check_same_samples(same, state)
+        # The phase may have longer rows, that is fewer of the same corpus.
+        done = {name: Fraction(*self._drawn[name]) for name in self._drawn}
+        lengths = self.order.drawn(0)
+        self.order.first = {
+            name: math.ceil(done[name] * n) for name, (_, n) in lengths.items() if name in done
+        }
+        self._start = 0
 
 
 class _Counted:

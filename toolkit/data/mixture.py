@@ -63,6 +63,7 @@ class MixtureOrder:
             raise ValueError(f"parts out of order: {list(weights)}")
         self.quotas, self.lengths = quotas(weights), tuple(lengths)
         self.seed, self.shuffle = seed, shuffle
+        self.first: dict[str, int] = {}  # samples of each part drawn in earlier phases of the run
 
     def __len__(self) -> int:
         """Return the total number of samples of all parts, one epoch of a mixture."""
@@ -79,10 +80,19 @@ class MixtureOrder:
         indices, start = np.empty_like(samples), 0
         for part, (name, quota) in enumerate(self.quotas.items()):
             mask, n = parts == part, self.lengths[part]
-            draws = blocks[mask] * quota + ranks[mask]
+            draws = self.first.get(name, 0) + blocks[mask] * quota + ranks[mask]
             indices[mask] = start + corpus_indices(draws, n, seed=self.seed, shuffle=self.shuffle, part=name)
             start += n
         return indices
+
+    def drawn(self, samples: int) -> dict[str, list[int]]:
+        """Return how many samples of each part the run has drawn after ``samples`` of this phase, and its
+        length."""
+        blocks, rest = divmod(samples, BLOCK)
+        part_at, _ = _block_table(self.seed, tuple(self.quotas.values()), blocks)
+        drawn = np.bincount(part_at[:rest], minlength=len(self.quotas)).tolist()
+        parts = zip(self.quotas.items(), drawn, self.lengths, strict=True)
+        return {name: [self.first.get(name, 0) + blocks * quota + n, of] for (name, quota), n, of in parts}
 
     def describe(self, samples: int) -> str:
         """Return one line per part: its share, its samples, and its epochs in a run of ``samples``."""

@@ -39,9 +39,9 @@ class RunData:
 
     def train(self, config: Config) -> TokenCache | tuple[MixturePart, ...]:
         """Return the training corpus, or the corpora of its mixture."""
-        parts = sorted(config.data.mixture.items())
+        parts = config.data.weights.items()
         return (
-            tuple(MixturePart(name, part.weight, self.caches[f"data.mixture.{name}"]) for name, part in parts)
+            tuple(MixturePart(name, weight, self.caches[f"data.mixture.{name}"]) for name, weight in parts)
             or self.caches["training"]
         )
 

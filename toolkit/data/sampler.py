@@ -12,6 +12,7 @@ so the order is the same on every platform and in every version of Python and Nu
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
@@ -49,6 +50,25 @@ def _coin(z: np.ndarray) -> np.ndarray:
 def epoch_key(seed: int, epoch: int, part: str = "") -> bytes:
     """Return the key of one epoch's order; each corpus (``part``) of a mixture has its own."""
     return f"llama-toolkit sample order 1, seed {seed}, epoch {epoch}{part and f', part {part}'}".encode()
+
+
+@dataclass
+class CorpusOrder:
+    """Order of the samples of one corpus, of which earlier phases of the run have drawn ``first[""]``."""
+
+    n: int
+    seed: int
+    shuffle: bool
+    first: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """Return the indices of the run's ``samples`` (both int64, same shape)."""
+        samples = samples + self.first.get("", 0)
+        return corpus_indices(samples, self.n, seed=self.seed, shuffle=self.shuffle)
+
+    def drawn(self, samples: int) -> dict[str, list[int]]:
+        """Return how many samples the run has drawn after ``samples`` of this phase, and of how many."""
+        return {"": [self.first.get("", 0) + samples, self.n]}
 
 
 def corpus_indices(samples: np.ndarray, n: int, *, seed: int, shuffle: bool, part: str = "") -> np.ndarray:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import preflight
 from toolkit.config import Config, load_config
+from toolkit.config.phases import run_phases
 from toolkit.config.types import MAX_RANKS, UnknownValue
 from toolkit.errors import EXIT_FINISHED, ConfigError, one_line
 from toolkit.hardware import Hardware, detect
@@ -57,6 +58,15 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
     for problem in preflight.check(config, world_size=run.world_size, hardware=run.hardware):
         reason = one_line(f"{problem.key} = {problem.value!r}: {problem.rule}")
         print(f"note   a run started here would fail: {reason}")
+    for phase in run_phases(config):
+        if phase.name:
+            print(f"\nphase  {phase.name}, from step {phase.start + 1} to {phase.end}")
+        _describe_run(replace(run, config=phase.config), environ)
+    return EXIT_FINISHED
+
+
+def _describe_run(run: PlannedRun, environ: Mapping[str, str]) -> None:
+    config = run.config
     print("\n".join(_describe_mesh(run)))
     if run.stages:
         print("\n".join(_describe_stages(run)))
@@ -75,7 +85,6 @@ def dry_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> 
         worst = step_memory(config, run.model, run.mesh, rank, expert_load=ep, **options) if ep > 1 else None
         sent = step_traffic(config, run.model, run.mesh, rank, **options)
         print("\n".join(_describe_rank(run, state, step, worst, sent, alike.get(rank, []))), flush=True)
-    return EXIT_FINISHED
 
 
 def checked_run(config: Config, environ: Mapping[str, str], argv: Sequence[str]) -> PlannedRun:

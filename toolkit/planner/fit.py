@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from toolkit.config import Config, load_config
+from toolkit.config.phases import run_phases
 from toolkit.distributed.process_group import DTYPES
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.hardware import detect
@@ -99,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(flags)
     hardware = detect(config.training.device)
     run = PlannedRun(config, int(world_size), hardware)
-    memory, step = forecast(run), step_seconds(run)
+    runs = [replace(run, config=phase.config) for phase in run_phases(config)]
+    memory = max((forecast(run) for run in runs), key=lambda memory: memory.peak)
+    step = step_seconds(runs[0])
     file = forecast_file(config)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"peak_gib": memory.peak / GIB, "step_seconds": step, **asdict(memory)}))

@@ -6,15 +6,18 @@ If the config itself is valid, an unusable tokenizer, corpus or checkpoint exits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from toolkit.config import Config, InvalidSettings, load_config
+from toolkit.config.phases import phase_after, replaced, run_phases
 from toolkit.config.types import UnknownValue
 from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.hardware import Hardware, detect
 from toolkit.preflight import rules
 from toolkit.preflight.planned_run import RULES, PlannedRun, Rule
+from toolkit.preflight.start import Start
 from toolkit.preflight.summary import describe, notes, summary
 
 __all__ = ["check", "describe", "hardware_of", "load", "notes", "raise_problems", "rules_of", "summary"]
@@ -98,11 +101,34 @@ def check_and_print(config: Config, *, world_size: int, hardware: Hardware, show
 
 def _broken(run: PlannedRun, only: Collection[str] = ()) -> list[tuple[Rule, Problem]]:
     broken: list[tuple[Rule, Problem]] = []
-    for rule in rules_of(run):
-        if not only or rule.check.__name__ in only:
-            with suppress(UnknownValue):
-                broken += [(rule, problem) for problem in rule.check(run)]
+    for part, checked in _parts(run):
+        for rule in checked:
+            if not only or rule.check.__name__ in only:
+                with suppress(UnknownValue):
+                    found = [(rule, problem) for problem in rule.check(part)]
+                    broken += [it for it in found if it not in broken]
     return broken
+
+
+def _parts(run: PlannedRun) -> Iterator[tuple[PlannedRun, list[Rule]]]:
+    """Yield what to check by which rules: the run or, if it has phases, their order and then each as a run.
+    If their order is wrong, only the first one is checked."""
+    config = run.config
+    if not config.knows("phases") or not config.phases:
+        yield run, rules_of(run)
+        return
+    of_phases = [rule for rule in rules_of(run) if rule.check.__module__ == f"{rules.__name__}.phases"]
+    yield run, of_phases
+    parts = [config.in_phase("")]
+    with suppress(UnknownValue):
+        if not any(rule.check(run) for rule in of_phases):
+            parts = [phase.config for phase in run_phases(config)]
+    resumed = phase_after(config, run.start.manifest["step"] if run.start.manifest else 0).name
+    for config in parts:
+        part = replace(run, config=config)
+        if config.phase != resumed and len(parts) > 1:  # the checkpoint is not of this phase
+            vars(part)["start"] = Start(replaced(config, ["checkpoint", "enable"], False), run.checkpoints)
+        yield part, rules_of(part)
 
 
 def rules_of(run: PlannedRun) -> list[Rule]:

@@ -79,6 +79,14 @@ class Start:
         asked: list[str] = [*self.config.checkpoint.exclude_from_loading]
         return parts_to_exclude(asked, self.manifest["run"]) if self.own and self.manifest else asked
 
+    @property
+    def resumes_data(self) -> bool:
+        """True if the run resumes the position in the data, and in the phase that counted it."""
+        if self.manifest is None or not self.resumes or "dataloader" in self.excluded or self.config.phases:
+            return False
+        phase = (self.manifest["run"].get("loader") or {}).get("phase", "")
+        return self.config.phase in (None, phase)
+
     def anew(self, part: str) -> str:
         """Describe how to continue without loading a component of the checkpoint."""
         if part not in self.config.checkpoint.exclude_from_loading:

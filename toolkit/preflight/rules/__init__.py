@@ -73,6 +73,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "validation.columns",
     ),
     "mixture": ("data.mixture",),
+    "phases": ("phases",),
     "streaming": ("data.streaming",),
     "saving": (
         "checkpoint.keep_every_n",

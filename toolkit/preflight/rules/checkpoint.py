@@ -193,7 +193,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
     """Check that the keys that define a sample are unchanged. The corpus itself is compared later."""
     start = run.start
     config = run.config
-    if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
+    if start.manifest is None or not start.resumes_data:
         return []
     saved = start.manifest["run"].get("loader")
     if saved is None:
@@ -223,7 +223,7 @@ def data_position_fits(run: PlannedRun) -> list[Problem]:
 def stream_resumable(run: PlannedRun) -> list[Problem]:
     """Check that a stream has the same number of shards as before. The files are compared later."""
     start, key = run.start, "training.global_batch_size"
-    if start.manifest is None or run.batch is None or not start.resumes or "dataloader" in start.excluded:
+    if start.manifest is None or run.batch is None or not start.resumes_data:
         return []
     saved = start.manifest["run"]
     before, shards = saved.get("global_batch_size"), saved.get("loader", {}).get("shards")
@@ -243,7 +243,7 @@ def mixture_resumable(run: PlannedRun) -> list[Problem]:
     """Check that a mixture has the same corpora and shares. The text is compared later."""
     start = run.start
     config = run.config
-    if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
+    if start.manifest is None or not start.resumes_data:
         return []
     saved, now = start.manifest["run"].get("loader", {}), _position_counts(run)
     counted = f"the data position of the checkpoint {start.loaded} was counted with"
@@ -276,14 +276,14 @@ def _position_counts(run: PlannedRun) -> dict[str, str]:
     if mixture_weights_fit(run):
         return {}
 
-    return identity(quotas({name: part.weight for name, part in run.config.data.mixture.items()}))
+    return identity(quotas(run.config.data.weights))
 
 
 @rule()
 def batch_resumable(run: PlannedRun) -> list[Problem]:
     """Check that a resumed run has the same batch in spite of a changed mesh, unless the data restarts."""
     start = run.start
-    if start.manifest is None or run.mesh is None or not start.resumes or "dataloader" in start.excluded:
+    if start.manifest is None or run.mesh is None or not start.resumes_data:
         return []
     saved = start.manifest["run"]
     dp = saved.get("data_parallel_degree", run.mesh.dp)

@@ -62,12 +62,17 @@ def _single_corpus_fields(run: PlannedRun) -> list[Field]:
 @rule()
 def mixture_weights_fit(run: PlannedRun) -> list[Problem]:
     """Check that no weight is too small for the blocks from which a mixture is drawn."""
-    mixture = run.config.data.mixture
-    if not mixture:
+    config = run.config
+    weights = {name: part.weight for name, part in config.data.mixture.items()}
+    if config.phases or config.phase is not None:  # a corpus may be for another phase
+        weights = config.data.weights
+    if not config.data.mixture:
         return []
+    if not any(weights.values()):
+        key = _key(min(config.data.mixture), "weight")
+        return [run.problem(key, "no corpus has a weight above 0", "set a positive weight")]
     from toolkit.data.mixture import BLOCK, shares  # needs NumPy, unlike other checks
 
-    weights = {name: part.weight for name, part in mixture.items()}
     least = sum(weights.values()) / BLOCK
     largest = _key(max(weights, key=weights.__getitem__), "weight")
     return [
