@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """Parts that the trainers of a run's phases share: the time limit, and process groups, which take memory."""
+    """Parts that the trainers of a run's phases share: the time limit, and process groups, which take much
+    memory on GPUs."""
 
     def __init__(self, config: Config):
         self.deadline = Deadline(config.job.time_limit, os.environ)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.preflight.bad_phases import LONG, OF_ONE_PHASE, SAVED
+from tests.preflight.bad_phases import LONG, OF_ONE_PHASE, SAVED, START
 from tests.preflight.bad_runs import CPU, Bad, configure, save
 from toolkit.config.phases import run_phases
 from toolkit.preflight import check, notes
@@ -60,3 +60,9 @@ def test_values_and_notes() -> None:
     assert config.training.seq_len == 256 and config.phase is None
     said = notes(config, world_size=1, hardware=CPU)
     assert "phase long from step 101 to 300: training.seq_len 512, model.rope_theta 1000000.0" in said
+
+
+def test_an_unknown_corpus_is_told_beside_other_mistakes() -> None:
+    flags = _flags(f"{START} phases.long.weights=web=1 {SAVED} model.name=lama3 phases.more.start_step=200")
+    found = check(configure(flags), world_size=1, hardware=CPU)
+    assert {it.key for it in found} == {"phases.long.weights", "phases.more.start_step", "model.name"}

@@ -86,6 +86,8 @@ class Config(Table):
         copy: Config = replaced(self, ["phases"], {})
         copy._phase = name
         for key, (source, value) in (self.phases[name].values() if name else {}).items():
+            if source == "weights" and key.split(".")[2] not in self.data.mixture:
+                continue  # which a rule reports
             copy, source = replaced(copy, key.split("."), value), f"phases.{name}.{source}"
             if source in self._origins:
                 copy._origins = {**copy._origins, key: self._origins[source]}

@@ -119,11 +119,11 @@ def _parts(run: PlannedRun) -> Iterator[tuple[PlannedRun, list[Rule]]]:
         return
     of_phases = [rule for rule in rules_of(run) if rule.check.__module__ == f"{rules.__name__}.phases"]
     yield run, of_phases
-    parts = [config.in_phase("")]
+    parts, resumed = [config.in_phase("")], ""
     with suppress(UnknownValue):
         if not any(rule.check(run) for rule in of_phases):
             parts = [phase.config for phase in run_phases(config)]
-    resumed = phase_after(config, run.start.manifest["step"] if run.start.manifest else 0).name
+            resumed = phase_after(config, run.start.manifest["step"] if run.start.manifest else 0).name
     for config in parts:
         part = replace(run, config=config)
         if config.phase != resumed and len(parts) > 1:  # the checkpoint is not of this phase
