@@ -59,7 +59,7 @@ def test_values_and_notes() -> None:
     assert first.config.phases == long.config.phases == {} and long.config.phase == "long"
     assert config.training.seq_len == 256 and config.phase is None
     said = notes(config, world_size=1, hardware=CPU)
-    assert "phase long from step 101 to 300: training.seq_len 512, model.rope_theta 1000000.0" in said
+    assert "phase long from step 101 to 300: seq_len 512, rope_theta 1000000.0" in said
 
 
 def test_an_unknown_corpus_is_told_beside_other_mistakes() -> None:

@@ -16,8 +16,17 @@ from toolkit.config.finetune import Finetune
 from toolkit.config.job import Checkpoint, Comm, Debug, Health, Job, MemoryEstimation, Metrics, Profiling
 from toolkit.config.optimizer import LRScheduler, Optimizer
 from toolkit.config.parallelism import ActivationCheckpoint, Compile, Parallelism, Quantize
-from toolkit.config.phases import Phase, replaced
-from toolkit.config.training import Data, Distillation, Evaluation, Loss, Model, MoE, Training, Validation
+from toolkit.config.training import (
+    Data,
+    Distillation,
+    Evaluation,
+    Loss,
+    Model,
+    MoE,
+    Phase,
+    Training,
+    Validation,
+)
 from toolkit.config.types import Name, OnlyWith, Table, UnknownValue
 from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml
@@ -84,14 +93,16 @@ class Config(Table):
     def in_phase(self, name: str) -> Config:
         """Return the config of one phase, without the other phases; "" is the first one."""
         copy: Config = replaced(self, ["phases"], {})
-        copy._phase = name
-        for key, (source, value) in (self.phases[name].values() if name else {}).items():
-            if source == "weights" and key.split(".")[2] not in self.data.mixture:
-                continue  # which a rule reports
-            copy, source = replaced(copy, key.split("."), value), f"phases.{name}.{source}"
-            if source in self._origins:
-                copy._origins = {**copy._origins, key: self._origins[source]}
-                copy._depths = {**copy._depths, key: self._depths[source]}
+        copy._phase, copy._origins, copy._depths = name, dict(self._origins), dict(self._depths)
+        for key, value in (self.phases[name].values() if name else {}).items():
+            changed = {f"{_PHASE_TABLES.get(key, 'training')}.{key}": value}
+            if key == "weights":  # a rule reports the other names
+                known = self.data.mixture
+                changed = {f"data.mixture.{it}.weight": weight for it, weight in value.items() if it in known}
+            for target, new in changed.items():
+                copy = replaced(copy, target.split("."), new)
+                copy._origins[target] = self.origin(f"phases.{name}.{key}")
+                copy._depths[target] = self._depths.get(f"phases.{name}.{key}", 0)
         return copy
 
     def with_origins(self, settings: Mapping[str, Setting]) -> Config:
@@ -162,6 +173,23 @@ class Config(Table):
             line = f"# {line}" if unset or field.key in overridden else line
             lines.append(f"{line}  # {self.origin(field.key)}" if origins else line)
         return "\n".join(lines[1:]) + "\n"
+
+
+_PHASE_TABLES = {
+    "rope_theta": "model",
+    "rope_scaling_factor": "model",
+    "context_parallel_degree": "parallelism",
+}
+"""Tables of the keys of a phase that are not of ``[training]``."""
+
+
+def replaced(table: Table | Mapping[str, Any], path: list[str], value: object) -> Any:
+    """Return a copy of a table with another value at ``path``."""
+    name, *rest = path
+    if rest:
+        inner = table[name] if isinstance(table, Mapping) else getattr(table, name)
+        value = replaced(inner, rest, value)
+    return {**table, name: value} if isinstance(table, Mapping) else table.model_copy(update={name: value})
 
 
 _AnyTable = TypeVar("_AnyTable", bound=Table)

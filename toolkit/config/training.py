@@ -14,6 +14,7 @@ from toolkit.config.types import (
     AutoOrBatchSize,
     AutoOrPositive,
     BatchSize,
+    Degree,
     Fraction,
     Layers,
     LocalPath,
@@ -325,6 +326,33 @@ class Data(Table):
     def weights(self) -> dict[str, float]:
         """Positive weights of the mixture's corpora, by ascending name."""
         return {name: it.weight for name, it in sorted(self.mixture.items()) if it.weight}
+
+
+class Phase(Table):
+    """A part of the run with other lengths, batches or mixture, under a name of your choice, until the next
+    phase. A key at None keeps the run's value."""
+
+    start_step: NonNegative = 0
+    """Finished steps after which the phase begins, at least 1 and below training.steps."""
+    seq_len: Size | None = None
+    """training.seq_len in this phase."""
+    global_batch_size: AutoOrBatchSize | None = None
+    """training.global_batch_size in this phase."""
+    local_batch_size: BatchSize | None = None
+    """training.local_batch_size in this phase."""
+    context_parallel_degree: Degree | None = None
+    """parallelism.context_parallel_degree in this phase."""
+    rope_theta: PositiveFloat | None = None
+    """model.rope_theta in this phase."""
+    rope_scaling_factor: Annotated[float, Ge(1)] | None = None
+    """model.rope_scaling_factor in this phase."""
+    weights: dict[str, NonNegativeFloat] = {}
+    """Weights of corpora of [data.mixture] in this phase; 0 draws nothing from a corpus."""
+
+    def values(self) -> dict[str, Any]:
+        """Return the values that the phase sets, by the names of its keys."""
+        given = {name: getattr(self, name) for name in Phase.model_fields if name != "start_step"}
+        return {name: value for name, value in given.items() if value not in (None, {})}
 
 
 _BASE = Needs("a base corpus", rejected=True)

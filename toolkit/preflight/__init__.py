@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from toolkit.config import Config, InvalidSettings, load_config
-from toolkit.config.phases import phase_after, replaced, run_phases
+from toolkit.config.phases import phase_after, run_phases
+from toolkit.config.schema import replaced
 from toolkit.config.types import UnknownValue
 from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.hardware import Hardware, detect

@@ -30,25 +30,17 @@ def phases_follow_one_another(run: PlannedRun) -> list[Problem]:
 def phases_weigh_the_mixture(run: PlannedRun) -> list[Problem]:
     """Check that phases weigh corpora of the mixture, and that each corpus is drawn in some phase."""
     phases, mixture = run.config.phases, run.config.data.mixture
+    fix = f"use {', '.join(mixture)}" if mixture else "add [data.mixture.NAME] for each corpus"
     problems = [
-        run.problem(
-            f"phases.{name}.weights",
-            f"there is no corpus [data.mixture.{corpus}]",
-            f"use {', '.join(mixture)}" if mixture else "add [data.mixture.NAME] for each corpus",
-        )
+        run.problem(f"phases.{name}.weights", f"there is no corpus [data.mixture.{corpus}]", fix)
         for name, phase in phases.items()
-        for corpus in phase.weights
-        if corpus not in mixture
+        for corpus in sorted(phase.weights.keys() - mixture)
     ]
-    unused = [
-        corpus
-        for corpus, part in mixture.items()
-        if not part.weight and not any(phase.weights.get(corpus) for phase in phases.values())
-    ]
+    drawn = {corpus for phase in phases.values() for corpus, weight in phase.weights.items() if weight}
     fix = "give it a weight in [phases.NAME] weights, or remove it"
     return problems + [
         run.problem(f"data.mixture.{corpus}.weight", "no phase draws from this corpus", fix)
-        for corpus in unused
+        for corpus in sorted(mixture.keys() - run.config.data.weights - drawn)
     ]
 
 
@@ -91,23 +83,18 @@ def resumed_phase_is_the_same(run: PlannedRun) -> list[Problem]:
     if saved == phase.name or (step == phase.start and saved == phase.previous):
         return []
     names = [f"phase {name}" if name else "the first phase" for name in (saved, phase.name)]
+    key = f"phases.{phase.name or saved}.start_step" if phase.name or saved in config.phases else "phases"
     rule = f"step {step} of the checkpoint {start.loaded} is of {names[0]}, and now it is of {names[1]}"
-    return [
-        run.problem(
-            f"phases.{phase.name or saved}.start_step" if phase.name or saved in config.phases else "phases",
-            rule,
-            f"restore the phases up to step {step}, or restart the data {start.anew('dataloader')}",
-        )
-    ]
+    fix = f"restore the phases up to step {step}, or restart the data {start.anew('dataloader')}"
+    return [run.problem(key, rule, fix)]
 
 
 @note
 def phase_notes(run: PlannedRun) -> list[str]:
     """Note what each phase sets."""
-    return [
-        f"phase {phase.name} from step {phase.start + 1} to {phase.end}: "
-        + ", ".join(
-            f"{key} {quote(value)}" for key, (_, value) in run.config.phases[phase.name].values().items()
-        )
-        for phase in run_phases(run.config)[1:]
-    ]
+    lines = []
+    for phase in run_phases(run.config)[1:]:
+        values = run.config.phases[phase.name].values().items()
+        changes = ", ".join(f"{key} {quote(value)}" for key, value in values)
+        lines.append(f"phase {phase.name} from step {phase.start + 1} to {phase.end}: {changes}")
+    return lines
