@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.helpers import run_world
+from tests.training import MESHES as OF_TWO
 from tests.training import small_config
 from toolkit.config import Config
 from toolkit.config.phases import run_phases
@@ -176,8 +177,9 @@ def _on_one_rank(folder: str) -> None:
 
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},
-    "tp": {"tensor_parallel_degree": 2},
+    "tp": OF_TWO["tp"],
     "cp": {"context_parallel_degree": 2},
+    "pp": OF_TWO["pp"] | {"pipeline_parallel_microbatch_size": 1},
 }
 CRASHES = (3, 5, 6, 8)
 
