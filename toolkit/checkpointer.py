@@ -417,9 +417,5 @@ def run_metadata(
         "mesh": mesh,
         "data_parallel_degree": data_parallel,
         "global_batch_size": batch.total,
-        "versions": {
-            "toolkit": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"toolkit": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

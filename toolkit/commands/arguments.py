@@ -144,10 +144,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="on MODEL: a PEFT folder, or a run's folder or step-N of an adapter",
     )
     parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=local_path_text,
-        help="its folder or file (default: the model's)",
+        "--tokenizer", metavar="PATH", type=local_path_text, help="its folder or file (default: the model's)"
     )
     parser.add_argument(
         "--dtype",

@@ -94,12 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the config whose validation set is evaluated; its flags may follow",
     )
     add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between")
-    add(
-        "--task-folder",
-        type=local_path,
-        metavar="PATH",
-        help="folder of YAML files with further tasks",
-    )
+    add("--task-folder", type=local_path, metavar="PATH", help="folder of YAML files with further tasks")
     add("--few-shot", type=int, metavar="N", help="examples in each prompt (default: the task's)")
     add("--limit", type=count, metavar="N", help="only so many examples of each task")
     add("--batch-size", type=count, metavar="N", help=f"rows at a time (default: {_ROWS})")

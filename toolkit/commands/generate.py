@@ -50,10 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     prompts.add_argument(
-        "--prompt-file",
-        type=local_path,
-        metavar="FILE",
-        help="prompts, one a line; - is standard input",
+        "--prompt-file", type=local_path, metavar="FILE", help="prompts, one a line; - is standard input"
     )
     add_sampling_arguments(parser, max_new_tokens=200, temperature=0.8, top_p=1.0)
     add(

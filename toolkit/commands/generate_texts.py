@@ -123,11 +123,7 @@ def _generate(
         if printer.streams:
             printer.say(printer.prompts[0])
         for tokens in generator.stream(
-            rows,
-            max_new_tokens=arguments.max_new_tokens,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            number=first,
+            rows, max_new_tokens=arguments.max_new_tokens, sampling=sampling, stop_ids=stop_ids, number=first
         ):
             for row, token in enumerate(tokens):
                 if token is not None:

@@ -51,11 +51,7 @@ class Imported:
 
 
 def translate(
-    given: Sequence[Given],
-    *,
-    replicas: int = 0,
-    processes: int | None = None,
-    machines: int | None = None,
+    given: Sequence[Given], *, replicas: int = 0, processes: int | None = None, machines: int | None = None
 ) -> Imported:
     """Translate each key; ``processes`` and ``machines`` override the file if given. ``replicas``, if not 0,
     is the number of replicas of HYBRID_SHARD."""
@@ -211,19 +207,11 @@ def _parser() -> argparse.ArgumentParser:
     precision.add_argument("--bf16", action="store_true", help="a Trainer's")
     precision.add_argument("--fp16", action="store_true", help="a Trainer's")
     add(
-        "--num_processes",
-        type=int,
-        metavar="N",
-        help="ranks on all machines together, instead of the file's",
+        "--num_processes", type=int, metavar="N", help="ranks on all machines together, instead of the file's"
     )
     add("--num_machines", type=int, metavar="N", help="instead of the file's")
     add("--replicas", type=int, default=0, metavar="N", help="of HYBRID_SHARD, instead of one per machine")
-    add(
-        "--extends",
-        type=local_path,
-        metavar="FILE.toml",
-        help="TOML with the model, the data and the rest",
-    )
+    add("--extends", type=local_path, metavar="FILE.toml", help="TOML with the model, the data and the rest")
     add("--output", type=local_path, metavar="FILE.toml", help="write the TOML there")
     add("--debug", action="store_true", help="show tracebacks")
     return parser

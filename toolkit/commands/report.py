@@ -249,9 +249,7 @@ def write_report(folder: Path, output: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="llama-toolkit report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="llama-toolkit report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")
     parser.add_argument("-o", "--output", type=output_file, help="file to write (default: RUN/report.html)")

@@ -341,10 +341,7 @@ def _inner(table: type[Table]) -> Iterator[tuple[str, type[Table], list[OnlyWith
             yield name if inner is info.annotation else f"{name}.{NAME}", inner, marks
 
 
-ALTERNATIVES = {
-    "training.steps": "training.epochs",
-    "lr_scheduler.warmup_steps": "lr_scheduler.warmup_ratio",
-}
+ALTERNATIVES = {"training.steps": "training.epochs", "lr_scheduler.warmup_steps": "lr_scheduler.warmup_ratio"}
 """Keys, and the keys that set the same thing in another way."""
 
 SINGLE_CORPUS_KEYS = tuple(

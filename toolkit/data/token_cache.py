@@ -165,13 +165,7 @@ def _encoder(source: Corpus, tokenizer: Tokenizer, chat: ChatOptions | None) -> 
     return ConversationEncoder(tokenizer, source.shape, chat, ids_dtype(tokenizer))
 
 
-def _key(
-    source: Corpus,
-    tokenizer: Tokenizer,
-    encoder: RowEncoder | None,
-    root: Path,
-    progress: bool,
-) -> str:
+def _key(source: Corpus, tokenizer: Tokenizer, encoder: RowEncoder | None, root: Path, progress: bool) -> str:
     column: Any = source.text_column if any(kind(path) != "text" for path in source.files) else None
     if encoder:
         column = encoder.fingerprint

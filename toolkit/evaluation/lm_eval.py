@@ -223,11 +223,7 @@ def _load(manager: TaskManager, name: str) -> list[Task | Group]:
 
 
 def run_tasks(
-    model: TaskModel,
-    tasks: Sequence[Task | Group],
-    *,
-    few_shot: int | None = None,
-    limit: int | None = None,
+    model: TaskModel, tasks: Sequence[Task | Group], *, few_shot: int | None = None, limit: int | None = None
 ) -> dict[str, Any] | None:
     """Return lm-eval's results of ``tasks``, with at most ``limit`` examples each; None on all ranks except
     the first of a machine.

@@ -53,9 +53,7 @@ _VALUE, _TABLE = re.compile(r"[\w.-]+"), re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def register_optimizer(
-    name: str,
-    build: Callable[[Any, Any], Any],
-    options: type[Table] | None = None,
+    name: str, build: Callable[[Any, Any], Any], options: type[Table] | None = None
 ) -> None:
     """Make ``name`` a value of optimizer.name.
 
@@ -69,9 +67,7 @@ def register_optimizer(
 
 
 def register_loss(
-    name: str,
-    build: Callable[[Any], Callable[[Any, Any], Any]],
-    options: type[Table] | None = None,
+    name: str, build: Callable[[Any], Callable[[Any, Any], Any]], options: type[Table] | None = None
 ) -> None:
     """Make ``name`` a value of loss.name.
 

@@ -77,11 +77,9 @@ def added_init(name: str, shape: tuple[int, ...]) -> Init:
     first."""
     if name.endswith("lora_a"):  # the same variance as PEFT's uniform distribution
         return Init(std=(3 * shape[-1]) ** -0.5)
-    return {
-        "prompt": Init(std=1.0),
-        "keys": Init(std=0.02),
-        "values": Init(std=0.02),
-    }.get(name.rpartition(".")[2], Init())
+    return {"prompt": Init(std=1.0), "keys": Init(std=0.02), "values": Init(std=0.02)}.get(
+        name.rpartition(".")[2], Init()
+    )
 
 
 def init_from_weights(models: Iterable[Decoder]) -> None:

@@ -24,13 +24,7 @@ class Heartbeat(StepHook):
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        seconds: float,
-        rank: int,
-        step: Callable[[], int],
-        finished: Callable[[], bool],
+        self, path: Path, *, seconds: float, rank: int, step: Callable[[], int], finished: Callable[[], bool]
     ):
         self.path, self.seconds, self.step, self.finished = path, seconds, step, finished
         self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}

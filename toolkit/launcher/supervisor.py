@@ -322,11 +322,7 @@ def code_of(watch: Watch) -> int:
 
 
 def run_ranks(
-    watch: Watch,
-    command: Sequence[str],
-    reports: Path | None,
-    logs: Path,
-    arrived: SimpleQueue[Any],
+    watch: Watch, command: Sequence[str], reports: Path | None, logs: Path, arrived: SimpleQueue[Any]
 ) -> None:
     """Run ``command`` once per rank under ``watch``, until all ranks have ended.
 

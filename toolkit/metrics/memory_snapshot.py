@@ -36,10 +36,7 @@ class MemorySnapshots:
             self._dump(f"iteration_{step}")
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             self._dump(f"iteration_{self._step}_exit")

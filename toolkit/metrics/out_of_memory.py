@@ -12,10 +12,7 @@ from toolkit.metrics.memory import GIB
 _SAVINGS = (
     ("training.loss_chunk_tokens lower", "the logits of fewer tokens exist at a time"),
     ("training.local_batch_size lower", "with global_batch_size set, the run stays the same"),
-    (
-        'activation_checkpoint.selective_ac_option = "matmul"',
-        "instead of mode none: recomputes no matmul",
-    ),
+    ('activation_checkpoint.selective_ac_option = "matmul"', "instead of mode none: recomputes no matmul"),
     (
         'activation_checkpoint.selective_ac_option = "op"',
         "recomputes activations that are cheap for their size",

@@ -75,10 +75,7 @@ class StepProfiler:
         self._next = step + 1
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._profile.__exit__(kind, error, trace)
 

@@ -73,9 +73,7 @@ def reject_batch(
     )
 
 
-def nonfinite_parameters(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-) -> list[str]:
+def nonfinite_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
     """Return the names of parameters whose local gradient shard contains a NaN or an infinity."""
     named = [(name, local(p.grad)) for name, p in named_parameters if p.grad is not None]
     named = [(name, gradient) for name, gradient in named if gradient.numel()]

@@ -51,11 +51,7 @@ def parallelize(
         if mesh.ep and not mesh.ep_etp:
             plan = {module: style for module, style in plan.items() if style not in ("experts", "moe")}
         apply_tensor_parallel(
-            model,
-            plan,
-            mesh.tp,
-            expert_mesh=mesh.ep_etp,
-            loss_parallel=not parallelism.disable_loss_parallel,
+            model, plan, mesh.tp, expert_mesh=mesh.ep_etp, loss_parallel=not parallelism.disable_loss_parallel
         )
     if shards:
         from toolkit.parallel.context_parallel import apply_context_parallel

@@ -146,11 +146,7 @@ def _probe_config(config: Config, layout: ParallelDims, *, rows: int, checkpoint
             ),
             "data": config.data.model_copy(update={"document_mask": False}),
             "activation_checkpoint": checkpointing.model_copy(
-                update={
-                    "mode": mode,
-                    "selective_ac_option": option,
-                    "enable_activation_offloading": False,
-                }
+                update={"mode": mode, "selective_ac_option": option, "enable_activation_offloading": False}
             ),
         }
     )

@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 
 from toolkit import fused
 from toolkit.build import build_model
-from toolkit.compat import (
-    FakeTensor,
-    FakeTensorMode,
-    local_scalar,
-    tree_iter,
-    unset_fake_temporarily,
-)
+from toolkit.compat import FakeTensor, FakeTensorMode, local_scalar, tree_iter, unset_fake_temporarily
 from toolkit.config import Config
 from toolkit.data.batch_size import BatchShape, batch_shape
 from toolkit.data.preference_rows import MISMATCHED

@@ -153,15 +153,7 @@ def run_nodes(
         return _who_hangs(prefix, nodes * launch.processes, known)
 
     return supervise_nodes(
-        command,
-        launch,
-        terms,
-        _facts(config, hardware),
-        prepare,
-        prefix,
-        fits,
-        lambda: _newest(saved),
-        hung,
+        command, launch, terms, _facts(config, hardware), prepare, prefix, fits, lambda: _newest(saved), hung
     )
 
 

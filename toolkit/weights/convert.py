@@ -37,13 +37,7 @@ from toolkit.weights.hf_assets import (
     tokenizer_companions,
     tokenizer_of,
 )
-from toolkit.weights.hf_write import (
-    MAX_BYTES,
-    Published,
-    SpecialTokens,
-    generation_config,
-    write_hf,
-)
+from toolkit.weights.hf_write import MAX_BYTES, Published, SpecialTokens, generation_config, write_hf
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.meta_write import PART, write_meta
 from toolkit.weights.open import MODEL_PREFIX, CheckpointWeights, open_weights
@@ -288,11 +282,7 @@ def _manifest(conversion: Conversion) -> dict[str, Any]:
         "mesh": "",
         "special_tokens": asdict(conversion.companions.tokens),
         "tokenizer": tokenizer and str(tokenizer.resolve()),
-        "versions": {
-            "toolkit": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"toolkit": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 

@@ -14,11 +14,7 @@ from toolkit.commands.accelerate.launch_keys import LAUNCH_KEYS
 from toolkit.errors import ConfigError, Problem, did_you_mean
 from toolkit.parallel.dims import STRATEGIES
 
-TABLES = {
-    "fsdp_config": "fsdp_",
-    "dynamo_config": "dynamo_",
-    "parallelism_config": "parallelism_config_",
-}
+TABLES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_"}
 """Tables of the file, and what stands before the names of their keys."""
 
 ALIASES = {

@@ -14,13 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.local_paths import expand_user
-from toolkit.data.chat.template import (
-    ChatTemplate,
-    compiled,
-    read_template,
-    refuse_unused,
-    template_beside,
-)
+from toolkit.data.chat.template import ChatTemplate, compiled, read_template, refuse_unused, template_beside
 from toolkit.data.chat.think_block import no_empty_thinking
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError

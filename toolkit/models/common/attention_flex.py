@@ -56,12 +56,7 @@ class FlexAttention(AttentionBackend):
         return make(within_document, rows, None, length - first, length, device=device)
 
     def __call__(
-        self,
-        q_BSHE: Tensor,
-        k_BSKE: Tensor,
-        v_BSKE: Tensor,
-        mask: BlockMask,
-        sinks_H: Tensor | None = None,
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: BlockMask, sinks_H: Tensor | None = None
     ) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         flex: Callable[..., Any] = flex_attention

@@ -74,12 +74,7 @@ _405B = _Size(16384, 126, 128, 8, 1.2, 4096)
 
 _RELEASES = {
     "llama2": _Release(
-        {
-            "debugmodel": _DEBUG,
-            "7B": _Size(4096, 32, 32, 32),
-            "13B": _Size(5120, 40, 40, 40),
-            "70B": _70B,
-        },
+        {"debugmodel": _DEBUG, "7B": _Size(4096, 32, 32, 32), "13B": _Size(5120, 40, 40, 40), "70B": _70B},
         vocab_size=32000,
         rope_theta=10000.0,
         max_seq_len=4096,

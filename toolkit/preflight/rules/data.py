@@ -18,12 +18,7 @@ from toolkit.data.build import corpora
 from toolkit.data.cache_folder import local_cache
 from toolkit.data.content_hash import too_large, unread
 from toolkit.data.corpus import Corpus
-from toolkit.data.sources import (
-    EMBEDDED,
-    STAND_INS,
-    check_name,
-    problem_of,
-)
+from toolkit.data.sources import EMBEDDED, STAND_INS, check_name, problem_of
 from toolkit.errors import DataError, Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 

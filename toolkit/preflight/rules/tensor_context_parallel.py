@@ -114,11 +114,7 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
             f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}",
             "another model.head_dim",
         ),
-        (
-            window is not None,
-            lacks_window(run, window or 0),
-            f"training.seq_len to {window} or less",
-        ),
+        (window is not None, lacks_window(run, window or 0), f"training.seq_len to {window} or less"),
     ]
     return [
         run.problem(_ROTATE, f"a ring uses the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
