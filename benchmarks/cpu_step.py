@@ -31,9 +31,7 @@ def step_seconds(config: Config, args: ModelArgs, *, warm_up: int, steps: int) -
     parts = build_model(config, args, build_mesh(device, **asdict(dims)), device, param_dtype=dtype, seed=0)
     optimizer = build_optimizer([*parts.named_parameters(), *parts.tied_copies()], config)
     step = TrainStep(parts, optimizer, max_norm=training.max_norm, device=device)
-    batch = batch_shape(
-        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
-    )
+    batch = batch_shape(training, dp=dims.dp)
     assert batch, "the batch divides"
     seconds = []
     for _ in range(warm_up + steps):

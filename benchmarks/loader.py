@@ -66,9 +66,7 @@ def open_loader(flags: list[str], cache: str) -> tuple[Loader, BatchShape]:
         ["--job.config_file", file, "--validation.enable=false", f"--data.cache_folder={cache}", *changes]
     )
     training = config.training
-    shape = batch_shape(
-        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=RANKS
-    )
+    shape = batch_shape(training, dp=RANKS)
     assert shape is not None
     data = open_data(config, progress=False)
     return training_loader(config, data, shape, dp_rank=0, dp_size=RANKS, seed=0), shape

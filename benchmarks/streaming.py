@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.machine import describe
 from benchmarks.resumable import publish
 from toolkit.config import load_config
-from toolkit.data.batch_size import batch_shape
+from toolkit.data.batch_size import BatchShape
 from toolkit.data.sources import EMBEDDED, EMBEDDED_FOLDER
 from toolkit.data.streaming import streamed_loader
 
@@ -71,8 +71,7 @@ def loader_rate(urls: str, workers: int) -> tuple[float, float]:
         "training.dataloader.num_workers": workers,
     }  # fmt: skip
     config = load_config([f"--{key}={value}" for key, value in options.items()])
-    shape = batch_shape(global_batch_size=BATCH, local_batch_size=BATCH, dp=1)
-    assert shape
+    shape = BatchShape(BATCH, BATCH, 1)
     start = time.monotonic()
     batches = iter(streamed_loader(config, shape, dp_rank=0, dp_size=1, seed=0))
     next(batches)

@@ -161,10 +161,8 @@ class GlobalBatches:
     """
 
     def __init__(self, config: Config, data: RunData, device: torch.device):
-        training, ranks = config.training, dist.get_world_size()
-        shape = batch_shape(
-            global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=ranks
-        )
+        ranks = dist.get_world_size()
+        shape = batch_shape(config.training, dp=ranks)
         assert shape is not None, "the preflight checks the batch"
         self.shape, self.device = shape, device
         self.loader = build_loader.training_loader(

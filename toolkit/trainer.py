@@ -163,11 +163,7 @@ class Trainer:
             timeout = config.comm.save_timeout_seconds
             groups[layout] = mesh, process_group.new_file_group(timeout_seconds=timeout)
         self.mesh, self.file_group = groups[layout]
-        shape = batch_shape(
-            global_batch_size=config.training.global_batch_size,
-            local_batch_size=config.training.local_batch_size,
-            dp=self.mesh.dp_size,
-        )
+        shape = batch_shape(config.training, dp=self.mesh.dp_size)
         assert shape is not None, "the preflight checks the batch"
         self.batch = shape
 
@@ -322,7 +318,7 @@ class Trainer:
         speed.read()  # start measuring here
         first = state.step + 1
         if state.step == 0 and self.validation and self.validation.due(0):
-            self._validate(self.validation, speed, request)
+            self._measure("validation", request, self.validation.run)
         self._deadline.begin()
         while state.step < self.end_step:
             state.step += 1
@@ -356,9 +352,9 @@ class Trainer:
             # A stop request leaves little time: save first, without validating.
             stop = result.stop
             if self.validation and self.validation.due(step, last=last) and not stop:
-                stop = self._validate(self.validation, speed, request, last=last)
+                stop = self._measure("validation", request, self.validation.run, last=last)
             if self.evaluation and self.evaluation.due(step, last=last) and not stop:
-                stop = self._evaluate(self.evaluation, speed, request)
+                stop = self._measure("evaluation", request, self.evaluation.run)
             if self.checkpointer:
                 self.checkpointer.after_step(speed.exclude, last=last, stop=stop or step == self.end_step)
             self.log.advance(step)
@@ -425,25 +421,16 @@ class Trainer:
             steps_an_epoch=self.steps_an_epoch,
         )
 
-    def _validate(
-        self, validation: Validator, speed: SpeedMeter, request: StopRequest, *, last: bool = False
+    def _measure(
+        self, name: str, request: StopRequest, measure: Callable[..., dict[str, Any] | None], **options: Any
     ) -> bool:
-        """Validate; return True if a stop request cut it short."""
-        with speed.exclude("validation"):
-            values = validation.run(self.train_state, last=last, stop=lambda: request.asked)
-        self.compile_clock()  # compilation during validation is already excluded with it
+        """Validate or run tasks by ``measure``; return True if a stop request cut it short."""
+        with self.speed.exclude(name):
+            values = measure(self.train_state, stop=lambda: request.asked, **options)
+        self.compile_clock()  # compilation during it is already excluded with it
         if values is not None:
             self.record(values)
         return values is None
-
-    def _evaluate(self, evaluation: InTraining, speed: SpeedMeter, request: StopRequest) -> bool:
-        """Run the tasks; return True if a stop request cut them short."""
-        with speed.exclude("evaluation"):
-            scores = evaluation.run(self.train_state, stop=lambda: request.asked)
-        self.compile_clock()
-        if scores is not None:
-            self.record(scores)
-        return scores is None
 
     # Reporting
 

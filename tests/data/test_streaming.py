@@ -26,6 +26,7 @@ from tests.preflight.bad_runs import CPU
 from tests.s3_server import Server, running_here
 from tests.training import small_config, small_trainer
 from toolkit.config import load_config
+from toolkit.config.training import Training
 from toolkit.data import streaming
 from toolkit.data.batch_size import batch_shape, n_shards
 from toolkit.data.corpus import Corpus
@@ -73,7 +74,8 @@ def loader(
     options = {"training.seq_len": SEQ_LEN, "data.streaming": "true", "training.dataset_path": corpus}
     options |= {f"{key.replace('__', '.')}": value for key, value in values.items()}
     config = load_config([f"--{key}={value}" for key, value in options.items()])
-    shape = batch_shape(global_batch_size=batch, local_batch_size=batch // ranks // 2 or 1, dp=ranks)
+    training = Training(global_batch_size=batch, local_batch_size=batch // ranks // 2 or 1)
+    shape = batch_shape(training, dp=ranks)
     assert shape
     return streamed_loader(config, shape, dp_rank=rank, dp_size=ranks, seed=3)
 

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.extensions import register_family
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.hf_config import HFConfig
-from toolkit.models.common.parameter_table import INPUT, ONES, Init, ParameterRow, dense_block
+from toolkit.models.common.parameter_table import INPUT, ONES, Init, ParameterRow, block_rows
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.registry import resolve
 
@@ -62,7 +62,7 @@ class Gated(ModelSpec):
         temperature = ParameterRow(
             "gate.temperature", (1,), replace(ONES, mean=0.5), "gate.temperature", buffer=True
         )
-        return [*dense_block(args, layer), gate, temperature]
+        return [*block_rows(args, layer), gate, temperature]
 
     def metric_names(self, args: ModelArgs) -> Sequence[str]:
         return "gate_loss", "gate_open"

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from toolkit.extensions import register_family
-from toolkit.models.common.args import ModelArgs, MoEArgs
+from toolkit.models.common.args import MoEArgs
 from toolkit.models.common.hf_config import HFConfig
-from toolkit.models.common.parameter_table import ParameterRow, expert_block
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.registry import resolve
 
 
 class _Experts(ModelSpec):
-    def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        return expert_block(args, layer)
-
     def hf_config(self) -> HFConfig:
         return HFConfig("experts", "ExpertsForCausalLM", "a model of experts", 2048)
 

@@ -12,7 +12,7 @@ from tests.extensions.test_extensions import ROOT, python
 from tests.models import gated_family
 from toolkit.errors import ConfigError
 from toolkit.models.common.block_output import BlockSums
-from toolkit.models.common.parameter_table import ParameterRow, dense_block
+from toolkit.models.common.parameter_table import ParameterRow, block_rows
 from toolkit.models.meta_decoder import meta_decoder
 from toolkit.models.parameters import table
 from toolkit.models.registry import resolve, spec
@@ -81,8 +81,8 @@ def test_a_decoder_and_rows_that_differ_are_rejected(wrong: str, monkeypatch: py
         table.cache_clear()
 
 
-def test_other_families_have_the_dense_block() -> None:
-    assert [row.name for row in dense_block(ARGS, 0)] == [
+def test_other_families_have_the_usual_block() -> None:
+    assert [row.name for row in block_rows(ARGS, 0)] == [
         row.name.removeprefix("layers.0.") for row in table(resolve("llama3.1", "debugmodel")).blocks[0]
     ]
 

@@ -79,12 +79,7 @@ def by_formula(
         device = torch.device("cpu")
         mesh = build_mesh(device, **asdict(layout))
         parts = build_model(config, args, mesh, device, param_dtype=param_dtype, seed=0, storage=False)
-        training = config.training
-        batch = batch_shape(
-            global_batch_size=training.global_batch_size,
-            local_batch_size=training.local_batch_size,
-            dp=layout.dp,
-        )
+        batch = batch_shape(config.training, dp=layout.dp)
         assert batch
         return list(exchanges(parts, config, mesh, batch, param_dtype))
 

@@ -14,7 +14,6 @@ a run.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.arguments import count
+from toolkit.commands.arguments import command_parser, count
 from toolkit.config import Config, load_config
 from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import detect
@@ -289,11 +288,7 @@ def launch(config: Config, command: Sequence[str], keys: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit check-cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("check-cluster", __doc__)
     parser.add_argument("config", metavar="CONFIG", help="TOML of the run; other words are keys of it")
     parser.add_argument("--mib", type=count, default=256, help="MiB that each machine writes (default: 256)")
     options, keys = parser.parse_known_args(argv)

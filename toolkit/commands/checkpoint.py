@@ -266,11 +266,7 @@ def average(paths: Sequence[Path], out: Path, *, last: int | None, steps: Sequen
     mean = open_average(chosen)
     size = sum(stored.nbytes for stored in mean.tensors.values())
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="average") as bar:
-
-        def advance(size: int) -> None:
-            bar.update(size)
-
-        written = write_average(mean, out, progress=advance)
+        written = write_average(mean, out, progress=bar.update)
     yield f"{written}: the mean of {', '.join(map(str, chosen))}"
     yield f"to train from it: --checkpoint.initial_load_path {written}"
 

@@ -9,12 +9,11 @@ equal, 1 if something differs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.arguments import local_path
+from toolkit.commands.arguments import command_parser, local_path
 from toolkit.commands.plot import read_run
 from toolkit.errors import DataError
 from toolkit.metrics.jsonl import FINGERPRINTS
@@ -66,11 +65,7 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit compare-runs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("compare-runs", __doc__)
     parser.add_argument("a", type=local_path, metavar="RUN", help="folder of a run")
     parser.add_argument("b", type=local_path, metavar="OTHER", help="folder of another run")
     options = parser.parse_args(argv)

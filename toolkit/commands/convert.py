@@ -73,10 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _advance(bar: tqdm, count: int) -> None:
-    bar.update(count)
-
-
 @contextmanager
 def _place(out: Path) -> Iterator[Path]:
     """Yield the folder to write, which is ``out`` or, for a URL, a local folder that is uploaded and removed,
@@ -127,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         bar = tqdm(total=conversion.bytes, unit="B", unit_scale=True, disable=None, desc=asked.way)
         with bar, _place(conversion.out) as out:
             written = replace(conversion, out=out)
-            convert(written, verify=asked.verify, progress=lambda count: _advance(bar, count))
+            convert(written, verify=asked.verify, progress=bar.update)
     except ToolkitError as error:
         return report(error, show=True, debug=asked.debug)
     except Stopped as stopped:

@@ -9,7 +9,6 @@ are light as logged and dark when smoothed. Runs are labeled by their folder. Ne
 
 from __future__ import annotations
 
-import argparse
 import html
 import io
 import json
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.arguments import local_path, output_file
+from toolkit.commands.arguments import command_parser, local_path, output_file
 from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install_command, printable
 
 Record = dict[str, Any]
@@ -268,9 +267,7 @@ def written(output: Path, write: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("plot", __doc__)
     parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "-o", "--output", type=output_file, help="PNG to write (default: curves.png in the first run)"

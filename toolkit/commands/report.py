@@ -10,7 +10,6 @@ Needs matplotlib (extra `plot`).
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from toolkit.commands.arguments import local_path, output_file
+from toolkit.commands.arguments import command_parser, local_path, output_file
 from toolkit.commands.plot import (
     COLORS,
     PANELS,
@@ -248,9 +247,7 @@ def write_report(folder: Path, output: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="llama-toolkit report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("report", __doc__)
     parser.add_argument("run", type=local_path, metavar="RUN", help="folder of a run")
     parser.add_argument("-o", "--output", type=output_file, help="file to write (default: RUN/report.html)")
     options = parser.parse_args(argv)

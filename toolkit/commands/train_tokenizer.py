@@ -26,6 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from toolkit.commands.arguments import command_parser, flags_named, local_path, local_path_text
 from toolkit.data.find_files import open_text
 from toolkit.data.sources import open_corpus
+from toolkit.data.tokenizers.to_json import byte_characters, merges, visible
 from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, one_line, printable
 from toolkit.models.registry import tiktoken_forms
 
@@ -69,37 +70,17 @@ def train_ranks(corpus: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     return ranks
 
 
-def byte_characters() -> dict[int, str]:
-    """Map each byte to its printable character in ``tokenizer.json`` (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
-
-
 def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
     """Format ``tokenizer.model``: one line "base64 rank" per entry of ``ranks``."""
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
 
 
 def json_file(ranks: dict[bytes, int]) -> bytes:
-    """Format a ``tokenizer.json`` that encodes as tiktoken does with ``ranks``.
-
-    tiktoken merges any two neighbors whose joined bytes have a rank. Therefore every split of every token is
-    a merge here, in the order of ranks, and a word that is a token is not split.
-    """
-    character = byte_characters()
-
-    def name(token: bytes) -> str:
-        return "".join(character[byte] for byte in token)
-
-    merges = [
-        (name(token[:cut]), name(token[cut:]))
-        for token in ranks
-        for cut in sorted(range(1, len(token)), key=lambda cut: _ranks_of_cut(ranks, token, cut))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    vocabulary = {name(token): rank for token, rank in ranks.items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    """Format a ``tokenizer.json`` that encodes as tiktoken does with ``ranks``; a word that is a token is not
+    split."""
+    pairs = [(visible(left), visible(right)) for left, right in merges(ranks)]
+    vocabulary = {visible(token): rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=True))
     tokenizer.pre_tokenizer = _words()
     tokenizer.decoder = decoders.ByteLevel()
     special = FORM.special_tokens(None)
@@ -158,10 +139,6 @@ def _words() -> pre_tokenizers.PreTokenizer:
     """Split a text into words with Llama 3's pattern, in byte characters."""
     split = pre_tokenizers.Split(Regex(FORM.pattern), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _ranks_of_cut(ranks: dict[bytes, int], token: bytes, cut: int) -> tuple[int, int]:
-    return ranks.get(token[:cut], -1), ranks.get(token[cut:], -1)
 
 
 def _bad_size(size: int, rule: str) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.config.training import Training
 from toolkit.errors import divisors
 
 
@@ -17,19 +18,20 @@ class BatchShape:
     accumulation: int
 
 
-def batch_shape(*, global_batch_size: int, local_batch_size: int, dp: int) -> BatchShape | None:
+def batch_shape(training: Training, *, dp: int) -> BatchShape | None:
     """Divide a global batch over ``dp`` ranks; return None if it is not divisible.
 
     A ``global_batch_size`` of −1 means one micro-batch per rank. ``local_batch_size`` is the number of
     samples that fit on a device, and therefore an upper bound: the micro-batch is the largest divisor of a
     rank's samples up to that bound. The same TOML therefore gives the same run on more ranks than intended.
     """
+    global_batch_size, most = training.global_batch_size, training.local_batch_size
     if global_batch_size == -1:
-        return BatchShape(local_batch_size * dp, local_batch_size, 1)
+        return BatchShape(most * dp, most, 1)
     if global_batch_size % dp:
         return None
     rows = global_batch_size // dp
-    local = max(size for size in divisors(rows) if size <= local_batch_size)
+    local = max(size for size in divisors(rows) if size <= most)
     return BatchShape(global_batch_size, local, rows // local)
 
 

@@ -69,37 +69,16 @@ def tokenizer_path(config: Config) -> Path:
     return extend_tokenizer(place, config.data.cache_folder, tokens=tokens, template=template)
 
 
-def open_corpora(
-    config: Config,
-    tokenizer: Tokenizer,
-    *,
-    progress: bool,
-    max_inline_gb: float,
-    processes: int = 0,
-    verify: bool = False,
-) -> Iterator[tuple[str, TokenCache]]:
-    """Yield each corpus of the run with the name of its table in the config.
-
-    The other arguments are passed to :func:`toolkit.data.token_cache.tokenize_corpus`.
+def open_corpora(config: Config, tokenizer: Tokenizer, **options: Any) -> Iterator[tuple[str, TokenCache]]:
+    """Yield each corpus of the run with the name of its table in the config; ``options`` are those of
+    :func:`open_tokens`.
 
     Raises:
         DataError: As in :func:`open_data`.
     """
     for corpus in corpora(config):
-        if corpus.table == "training" and config.data.streaming:
-            continue
-        yield (
-            corpus.table,
-            open_tokens(
-                config,
-                corpus,
-                tokenizer,
-                progress=progress,
-                max_inline_gb=max_inline_gb,
-                processes=processes,
-                verify=verify,
-            ),
-        )
+        if corpus.table != "training" or not config.data.streaming:
+            yield corpus.table, open_tokens(config, corpus, tokenizer, **options)
 
 
 def open_tokens(config: Config, corpus: CorpusOptions, tokenizer: Tokenizer, **options: Any) -> TokenCache:

@@ -185,7 +185,7 @@ class BitwiseSums:
             if is_simulated():  # the offset is computed by tensors, which have no values then
                 offset = (0,) * gradient.ndim
             # A column of the table for each tp rank: parts of a row, or equal copies of it.
-            shape = (world["tp"].size(), *_rows_shape(gradient))
+            shape = (world["tp"].size(), *(gradient.shape[:-1] or gradient.shape))
             table = torch.zeros(shape, dtype=torch.float64, device=device)
             if first_replica and shard.numel():
                 sums = row_squares(shard[:, None] if shard.ndim == 1 else shard).to(device)
@@ -201,10 +201,6 @@ class BitwiseSums:
             group = pp.get_group()
             total = collectives.all_gather(total[None], pp.size(), group.group_name).sum()
         return total.sqrt()
-
-
-def _rows_shape(tensor: Tensor) -> torch.Size:
-    return tensor.shape[:-1] or tensor.shape
 
 
 def _tp_copies(gradient: Tensor) -> int:

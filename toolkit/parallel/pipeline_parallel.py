@@ -269,7 +269,8 @@ class Pipeline(ModelParts):
 
     def _scaled_loss(self, output: Tensor, rows: Tensor) -> Tensor:
         """Return the scaled loss of a micro-batch; ``rows`` are its row indices within the step."""
-        loss, sums = self.objective(output, {name: _rows(x, rows) for name, x in self._fields.items()})
+        fields = {name: None if x is None else x[rows] for name, x in self._fields.items()}
+        loss, sums = self.objective(output, fields)
         self._totals.index_add_(0, rows[:1] // self._rows_per_batch, sums[None])
         return loss * self._scale.to(loss.dtype)
 
@@ -329,7 +330,3 @@ class Pipeline(ModelParts):
 def _concat(batches: Sequence[MicroBatch], name: str) -> Tensor | None:
     tensors = [batch[name] for batch in batches]
     return torch.cat(tensors) if tensors[0] is not None else None  # type: ignore[arg-type]
-
-
-def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if x is None else x[rows]

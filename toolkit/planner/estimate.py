@@ -22,6 +22,7 @@ from toolkit.models.teacher import teacher_args
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import pipeline_stages
 from toolkit.planner.costs import checkpointed_blocks, costs, few_blocks, is_dense
+from toolkit.planner.layouts import samples
 from toolkit.planner.pipeline import orders
 from toolkit.planner.work import BYTES, Costs, Sizes
 
@@ -130,16 +131,6 @@ def teacher_bytes(config: Config, layout: ParallelDims, param_dtype: torch.dtype
     """Return the bytes of a teacher's shard."""
     elements = parameter_count(teacher_args(config))
     return elements * param_dtype.itemsize / (layout.dp_shard * layout.cp * layout.tp * layout.pp)
-
-
-def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
-    """Return the samples per micro-batch on a rank, and the rank's micro-batches per step."""
-    rows = config.training.global_batch_size // layout.dp
-    if layout.pp > 1:
-        size = config.parallelism.pipeline_parallel_microbatch_size
-    else:
-        size = min(config.training.local_batch_size, rows)
-    return size, rows // size
 
 
 @functools.lru_cache(maxsize=4096)

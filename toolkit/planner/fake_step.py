@@ -32,6 +32,7 @@ from toolkit.parallel.model_parts import ModelParts
 from toolkit.parallel.objective import MicroBatch
 from toolkit.parallel.pipeline_parallel import Pipeline
 from toolkit.planner.allocations import StepMemory, track_memory
+from toolkit.planner.layouts import samples
 from toolkit.planner.memory import fake_world
 from toolkit.train_step import TrainStep
 
@@ -259,7 +260,7 @@ def _unused_receive_buffers(config: Config, layout: ParallelDims, model_parts: M
     if not isinstance(model_parts, Pipeline):
         return 0
     batch = _batch(config, layout)
-    left = micro_batches(config, layout) - _count(config, batch, layout.pp)
+    left = samples(config, layout)[1] - _count(config, batch, layout.pp)
     ends = (0 in model_parts.stages) + (model_parts.last in model_parts.stages)
     length = config.training.seq_len // layout.cp
     hidden = model_parts._hidden(model_parts.micro_batch, length, "meta")
@@ -283,20 +284,9 @@ def _simplify(config: Config, target: str, *, cp: int, sinks: bool) -> Config:
 
 
 def _batch(config: Config, layout: ParallelDims) -> BatchShape:
-    training = config.training
-    batch = batch_shape(
-        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=layout.dp
-    )
+    batch = batch_shape(config.training, dp=layout.dp)
     assert batch, "the preflight checks that the batch divides"
     return batch
-
-
-def micro_batches(config: Config, layout: ParallelDims) -> int:
-    """Return the micro-batches per step on a rank."""
-    batch = _batch(config, layout)
-    if layout.pp == 1:
-        return batch.accumulation
-    return batch.local * batch.accumulation // config.parallelism.pipeline_parallel_microbatch_size
 
 
 def _count(config: Config, batch: BatchShape, pp: int) -> int:

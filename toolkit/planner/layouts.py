@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 from toolkit.config import Config
+from toolkit.data.batch_size import batch_shape
 from toolkit.errors import divisors
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims, degrees
@@ -49,6 +50,14 @@ def fixed_batch(config: Config, world: int) -> Config:
     mesh = degrees(config.parallelism, world)
     total = training.local_batch_size * (mesh.dp if mesh else world)
     return with_settings(config, {"training.global_batch_size": total})
+
+
+def samples(config: Config, layout: ParallelDims) -> tuple[int, int]:
+    """Return the samples per micro-batch on a rank, and the rank's micro-batches per step."""
+    batch = batch_shape(config.training, dp=layout.dp)
+    assert batch, "the preflight checks that the batch divides"
+    rows = config.parallelism.pipeline_parallel_microbatch_size if layout.pp > 1 else batch.local
+    return rows, batch.total // layout.dp // rows
 
 
 def layout_settings(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.metrics.flops_finetune import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import parameter_count
-from toolkit.planner.estimate import samples
+from toolkit.planner.layouts import samples
 from toolkit.planner.machines import Machine
 from toolkit.planner.search import Candidate, SearchResult
 

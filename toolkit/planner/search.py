@@ -25,13 +25,14 @@ from toolkit.models.common.args import ModelArgs
 from toolkit.models.parameters import table
 from toolkit.parallel.dims import ParallelDims, degrees
 from toolkit.parallel.pipeline_schedules import bubble, pipeline_stages
-from toolkit.planner.estimate import Estimate, estimate, fake_peak, samples, state_bytes
+from toolkit.planner.estimate import Estimate, estimate, fake_peak, state_bytes
 from toolkit.planner.layouts import (
     SIZES,
     checkpointing_settings,
     expert_degrees,
     fixed_batch,
     layout_settings,
+    samples,
     with_settings,
 )
 from toolkit.planner.machines import Machine

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.config import Config
-from toolkit.data.batch_size import batch_shape
 from toolkit.metrics.flops_finetune import model_flops
 from toolkit.models.common.args import ModelArgs
 from toolkit.optim.optimizer import OPTIMIZERS
 from toolkit.parallel.dims import ParallelDims, reshard_after_forward
 from toolkit.parallel.pipeline_schedules import Stages, module_names, pipeline_stages
 from toolkit.planner.costs import checkpointed_blocks, costs, is_dense
+from toolkit.planner.layouts import samples
 from toolkit.planner.machines import Machine
 from toolkit.planner.pipeline import Timeline, simulate
 from toolkit.planner.rates import Pass, Rates
@@ -80,12 +80,7 @@ def step_time(
     dtype = str(param_dtype).removeprefix("torch.")
     rates = Rates(config, layout, machine, dtype)
     training, options = config.training, config.parallelism
-    batch = batch_shape(
-        global_batch_size=training.global_batch_size, local_batch_size=training.local_batch_size, dp=layout.dp
-    )
-    assert batch, "the preflight checks that the batch divides"
-    rows = options.pipeline_parallel_microbatch_size if layout.pp > 1 else batch.local
-    count = batch.total // layout.dp // rows
+    rows, count = samples(config, layout)
 
     def measured(checkpointed: bool) -> Costs:
         return costs(
@@ -108,7 +103,7 @@ def step_time(
     busy = passes.seconds
     passed = timeline.seconds if timeline else busy
     seconds = passed + optimizer
-    tokens = batch.total * training.seq_len
+    tokens = rows * count * layout.dp * training.seq_len
     at_peak = layout.world_size * rates.peak * seconds
     full, causal = (
         model_flops(args, config.finetune, seq_len=training.seq_len, causal=it) for it in (False, True)

@@ -19,7 +19,8 @@ from toolkit.config import Config
 from toolkit.models.common.args import ModelArgs
 from toolkit.parallel.dims import ParallelDims
 from toolkit.planner.allocations import fsdp_functions
-from toolkit.planner.fake_step import fake_run, micro_batches
+from toolkit.planner.fake_step import fake_run
+from toolkit.planner.layouts import samples
 
 WORLD = "world"
 _OF_EXPERTS = "all_to_all of experts"
@@ -136,7 +137,7 @@ def step_traffic(
             run.step()
         return traffic.bytes
 
-    count = micro_batches(config, layout)
+    _, count = samples(config, layout)
     fewest = max(1, layout.pp)
     if count <= 3 * fewest or config.parallelism.pipeline_parallel_schedule_csv:
         total = counted(count)

@@ -143,14 +143,7 @@ class PlannedRun:
     @property
     def batch(self) -> BatchShape | None:
         """Sizes of global batch, micro-batches and accumulation."""
-        if self.mesh is None:
-            return None
-        training = self.config.training
-        return batch_shape(
-            global_batch_size=training.global_batch_size,
-            local_batch_size=training.local_batch_size,
-            dp=self.mesh.dp,
-        )
+        return batch_shape(self.config.training, dp=self.mesh.dp) if self.mesh else None
 
     @property
     def pp(self) -> int:

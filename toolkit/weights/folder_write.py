@@ -23,7 +23,7 @@ from toolkit.io.work_folder import file_state, reject_existing, replace_folder, 
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import source_paths
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 """Function called with the number of bytes written or skipped."""
 
 

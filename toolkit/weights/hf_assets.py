@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import saved_settings
 from toolkit.config.local_paths import assets_folder
 from toolkit.data.tokenizers.added import extend_tokenizer
-from toolkit.data.tokenizers.files import CANDIDATES, TEMPLATE, TOOL_USE, adds_bos, find
+from toolkit.data.tokenizers.files import CANDIDATES, COMPANIONS, TEMPLATE, adds_bos, find
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.to_json import post_processor, tokenizer_json
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -26,15 +26,7 @@ from toolkit.weights.safetensors import SafetensorsFolder
 from toolkit.weights.source import WeightSource
 from toolkit.weights.views import origin
 
-_NAMES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE,
-    TOOL_USE,
-)
+_NAMES = ("tokenizer.json", "tokenizer.model", *COMPANIONS)
 
 
 def tokenizer_of(source: WeightSource) -> Path | None:

@@ -17,22 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.cache_folder import local_cache
-from toolkit.data.tokenizers.files import TEMPLATE, TOOL_USE, declared, find
+from toolkit.data.tokenizers.files import COMPANIONS, RELEASES, TEMPLATE, TOOL_USE, declared, find
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.data.tokenizers.tokenizer import Tokenizer
 from toolkit.errors import DataError
 
 CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
-_COPIED = (
-    TOKENIZER_JSON,
-    CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE,
-    TOOL_USE,
-    "config.json",  # distinguishes releases that name their tokens differently
-    "params.json",
-)
 
 
 def extend_tokenizer(
@@ -51,7 +41,8 @@ def extend_tokenizer(
             f"the tokenizer {tokenizer.path} already has the token {existing[0]}\n"
             "  fix:  remove it from model.additional_special_tokens"
         )
-    files = {name: (found.folder / name).read_bytes() for name in _COPIED if (found.folder / name).is_file()}
+    paths = [found.folder / name for name in (TOKENIZER_JSON, *COMPANIONS, *RELEASES)]
+    files = {str(path.relative_to(found.folder)): path.read_bytes() for path in paths if path.is_file()}
     files[found.path.name] = found.content
     if template is not None:
         files[TEMPLATE] = template.encode()

@@ -46,17 +46,10 @@ ACCEPTED = (
 TEMPLATE = "chat_template.jinja"
 TOOL_USE = "additional_chat_templates/tool_use.jinja"
 """Files of a folder's chat template and of its template for dialogs with tools."""
-FILES = (
-    *CANDIDATES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE,
-    TOOL_USE,
-    "config.json",  # like Meta's params.json, distinguishes releases with different token names
-    "params.json",
-)
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE, TOOL_USE)
 """Files of a folder that are read together with its tokenizer."""
+RELEASES = ("config.json", "params.json")
+"""Files that distinguish releases with different token names."""
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 
 
@@ -121,10 +114,10 @@ def find(path: str | Path) -> TokenizerFiles:
 
 @cache
 def _download(remote: RemotePath) -> Path:
-    """Copy the FILES in ``remote`` to a local folder that exists until this process ends."""
+    """Copy the files of a tokenizer in ``remote`` to a local folder that exists until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name in FILES:
+    for name in (*CANDIDATES, *COMPANIONS, *RELEASES):
         if (remote / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes((remote / name).read_bytes())

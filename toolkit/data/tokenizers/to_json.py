@@ -46,8 +46,8 @@ def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "vocab": {_visible(token): rank for token, rank in ranks.items()},
-            "merges": [f"{_visible(left)} {_visible(right)}" for left, right in _merges(ranks)],
+            "vocab": {visible(token): rank for token, rank in ranks.items()},
+            "merges": [f"{visible(left)} {visible(right)}" for left, right in merges(ranks)],
         },
     }  # fmt: skip
     config = {
@@ -65,13 +65,15 @@ def tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, bytes]:
     }
 
 
-def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    merges = []
+def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return the merges by which a BPE encodes as tiktoken does with ``ranks``: tiktoken merges any neighbors
+    whose joined bytes have a rank, so every split of every token is one, in the order of ranks."""
+    found = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return merges
+        found += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return found
 
 
 def _byte_level(*, add_prefix_space: bool, use_regex: bool) -> dict[str, object]:
@@ -100,20 +102,16 @@ def post_processor(tokenizer: Tokenizer) -> dict[str, object] | None:
     }
 
 
-def _alphabet() -> dict[int, str]:
-    """Return a visible character for each byte, as in GPT-2's tokenizer; printable bytes map to
-    themselves."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+def byte_characters() -> dict[int, str]:
+    """Return the visible character of each byte in ``tokenizer.json``, as in GPT-2's tokenizer."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
 
 
-_CHARACTERS = _alphabet()
+_CHARACTERS = byte_characters()
 
 
-def _visible(token: bytes) -> str:
+def visible(token: bytes) -> str:
+    """Return a token in byte characters."""
     return "".join(_CHARACTERS[byte] for byte in token)

@@ -134,13 +134,8 @@ class ParameterRow:
         return self.size // self.experts * self.chosen if self.experts else self.size
 
 
-def dense_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
-    """Return the rows of a Llama-style block: grouped-query attention and SwiGLU."""
-    return [*attention_rows(args, layer), *feed_forward_rows(args, layer, args.ffn_dim)]
-
-
-def expert_block(args: ModelArgs, layer: int) -> list[ParameterRow]:
-    """Return the rows of block ``layer`` of a model in which blocks may have experts."""
+def block_rows(args: ModelArgs, layer: int) -> list[ParameterRow]:
+    """Return the rows of block ``layer``: grouped-query or latent attention, and SwiGLU or experts."""
     attention = latent_attention_rows(args, layer) if args.mla else attention_rows(args, layer)
     if args.moe and args.moe.has_experts(layer):
         return [*attention, *moe_rows(args, layer)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import ParameterRow, decoder_rows, dense_block
+from toolkit.models.common.parameter_table import ParameterRow, block_rows, decoder_rows
 
 if TYPE_CHECKING:
     from toolkit.models.common.chat_format import ChatFormat
@@ -65,7 +65,7 @@ class ModelSpec(ABC):
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
         """Return the rows of block ``layer``, in the parameter order of its module."""
-        return dense_block(args, layer)
+        return block_rows(args, layer)
 
     def rows(self, args: ModelArgs) -> Sequence[ParameterRow]:
         """Return the rows of the whole model."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.models.common.args import ModelArgs, MoEArgs
-from toolkit.models.common.parameter_table import ParameterRow, expert_block
+from toolkit.models.common.args import MoEArgs
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.deepseek_v2.args import PRESETS
 
@@ -30,9 +28,6 @@ class _DeepSeekV2(ModelSpec):
             "deepseek_v2", "DeepseekV2ForCausalLM", "a DeepseekV2", 2048,
             experts=MoEArgs(num_experts=64, top_k=1, ffn_dim=1407, num_shared_experts=2),
         )  # fmt: skip
-
-    def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        return expert_block(args, layer)
 
     def hub(self) -> Hub:
         from toolkit.models.common.hub import Hub

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.models.common.args import ModelArgs, MoEArgs
-from toolkit.models.common.parameter_table import ParameterRow, expert_block
+from toolkit.models.common.args import MoEArgs
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.deepseek_v3.args import PRESETS
 
@@ -28,9 +26,6 @@ class _DeepSeekV3(ModelSpec):
         return DeepSeekV3Config(
             "deepseek_v3", "DeepseekV3ForCausalLM", "a DeepseekV3", 4096, experts=_EXPERTS
         )
-
-    def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        return expert_block(args, layer)
 
     def hub(self) -> Hub:
         from toolkit.models.common.hub import Hub

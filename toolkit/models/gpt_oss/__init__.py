@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import Fused, ParameterRow, expert_block
+from toolkit.models.common.parameter_table import Fused, ParameterRow, block_rows
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.gpt_oss.args import PRESETS
 
@@ -33,7 +33,7 @@ class _GptOss(ModelSpec):
         )  # fmt: skip
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        return [_published(row) for row in expert_block(args, layer)]
+        return [_published(row) for row in block_rows(args, layer)]
 
     def hub(self) -> Hub:
         from toolkit.models.common.hub import Hub

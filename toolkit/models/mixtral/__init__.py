@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import ParameterRow, expert_block
+from toolkit.models.common.parameter_table import ParameterRow, block_rows
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.mixtral.args import PRESETS
 
@@ -37,7 +37,7 @@ class _Mixtral(ModelSpec):
         )
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        return [replace(row, hf=_HF_NAMES.get(row.hf, row.hf)) for row in expert_block(args, layer)]
+        return [replace(row, hf=_HF_NAMES.get(row.hf, row.hf)) for row in block_rows(args, layer)]
 
     def hub(self) -> Hub:
         from toolkit.models.common.hub import Hub

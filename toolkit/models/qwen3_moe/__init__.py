@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import ParameterRow, expert_block
 from toolkit.models.common.spec import ModelSpec
 from toolkit.models.qwen3_moe.args import PRESETS
 
@@ -22,9 +19,6 @@ class _Qwen3MoE(ModelSpec):
             "qwen3_moe", "Qwen3MoeForCausalLM", "a Qwen3Moe", 32768, n_kv_heads=4, qk_norm=True,
             extra={"attention_bias": False, "use_sliding_window": False},
         )  # fmt: skip
-
-    def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
-        return expert_block(args, layer)
 
 
 SPEC = _Qwen3MoE(PRESETS)

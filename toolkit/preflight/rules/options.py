@@ -23,7 +23,9 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "several ranks": lambda run: run.world_size > 1,
     "parameters sharded over several ranks": lambda run: not run.mesh or run.mesh.dp_shard * run.mesh.cp > 1,
     "one stage per rank, or resharding": lambda run: (
-        not run.stages or len(run.stages.modules) == run.pp or _reshard(run) != "never"
+        not run.stages
+        or len(run.stages.modules) == run.pp
+        or reshard_after_forward(run.config.parallelism) != "never"
     ),
     "stages cut by counts of layers": lambda run: run.config.parallelism.module_fqns_per_model_part is None,
     "optimizer.weight_decay above 0": lambda run: (
@@ -39,10 +41,6 @@ FACTS: dict[str, Callable[[PlannedRun], bool]] = {
     "NNODES=MIN:MAX, MIN below MAX": lambda run: len({*node_range(os.environ)}) > 1,
 }
 """Conditions that a run may meet, by their names in the schema's ``Needs`` marks."""
-
-
-def _reshard(run: PlannedRun) -> bool | int | str:
-    return reshard_after_forward(run.config.parallelism)
 
 
 @rule()
