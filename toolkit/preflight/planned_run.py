@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from toolkit.config import Config
 from toolkit.config.local_paths import assets_folder, expand_user
@@ -26,6 +26,8 @@ from toolkit.parallel.dims import ParallelDims, degrees
 if TYPE_CHECKING:
     from toolkit.parallel.pipeline_schedules import Schedule, Stages
     from toolkit.preflight.start import Start
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -233,10 +235,11 @@ RULES: dict[str, Rule] = {}
 
 def rule(
     error: type[ConfigError] | type[DataError] | type[CheckpointError] = ConfigError,
-) -> Callable[[Check], Check]:
-    """Register a function that returns the problems of a :class:`PlannedRun`."""
+) -> Callable[[Callable[[PlannedRun], Iterable[Problem]]], Check]:
+    """Register a function that returns or yields the problems of a :class:`PlannedRun`."""
 
-    def register(check: Check) -> Check:
+    def register(function: Callable[[PlannedRun], Iterable[Problem]]) -> Check:
+        check = _listed(function)
         RULES[f"{check.__module__}.{check.__qualname__}"] = Rule(check, error)
         return check
 
@@ -247,7 +250,19 @@ Note = Callable[[PlannedRun], "list[str]"]
 NOTES: list[Note] = []
 
 
-def note(function: Note) -> Note:
-    """Register a function that returns notes about valid but surprising settings of a :class:`PlannedRun`."""
-    NOTES.append(function)
-    return function
+def note(function: Callable[[PlannedRun], Iterable[str]]) -> Note:
+    """Register a function that returns or yields notes about valid but surprising settings of a
+    :class:`PlannedRun`."""
+    listed = _listed(function)
+    NOTES.append(listed)
+    return listed
+
+
+def _listed(function: Callable[[PlannedRun], Iterable[T]]) -> Callable[[PlannedRun], list[T]]:
+    """Return ``function`` with its result as a list."""
+
+    @wraps(function)
+    def listed(run: PlannedRun) -> list[T]:
+        return list(function(run))
+
+    return listed

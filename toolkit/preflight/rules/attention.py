@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from toolkit.errors import Problem
 from toolkit.hardware import lacks_c_compiler
 from toolkit.models.common.attention_choice import WITH_SINKS, flavor_attention
@@ -49,18 +51,16 @@ def attention_runs_on_device(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def attention_keeps_documents_apart(run: PlannedRun) -> list[Problem]:
+def attention_keeps_documents_apart(run: PlannedRun) -> Iterator[Problem]:
     """Check that documents can be masked: flash supports no mask, but varlen is the same kernel with
     boundaries."""
     if run.hardware.device == "cpu" or run.attention != "flash" or not run.config.data.document_mask:
-        return []
-    return [
-        run.problem(
-            "model.attention",
-            "the flash kernel supports no mask: documents would attend to one another",
-            'set it to "varlen", or data.document_mask = false',
-        )
-    ]
+        return
+    yield run.problem(
+        "model.attention",
+        "the flash kernel supports no mask: documents would attend to one another",
+        'set it to "varlen", or data.document_mask = false',
+    )
 
 
 @rule()
@@ -133,21 +133,17 @@ def attention_takes_head_dim(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def attention_notes(run: PlannedRun) -> list[str]:
+def attention_notes(run: PlannedRun) -> Iterator[str]:
     """Note a backend other than the flavor's, and a backend that needs a lot of memory."""
     model, flavors = run.config.model, flavor_attention(run.config.model.flavor or "")
     choice = run.attention
-    messages = []
     if flavors and choice != flavors:
         why = _NOT_ON_CPU[flavors] if model.attention == "auto" else "model.attention overrides it"
-        messages.append(
-            f"model.flavor {model.flavor} selects {flavors} attention, but this run uses {choice}: {why}"
-        )
+        yield f"model.flavor {model.flavor} selects {flavors} attention, but this run uses {choice}: {why}"
     masked = ["the documents"] if run.config.data.document_mask else []
     masked += ["the model's window"] if active_window(run) else []
     if run.hardware.device != "cpu" and choice == "sdpa" and masked:
-        messages.append(
+        yield (
             "model.attention sdpa needs a dense mask of seq_len² bytes per sample for "
             f"{' and '.join(masked)}, and no flash kernel supports it; flex and varlen need no dense mask"
         )
-    return messages

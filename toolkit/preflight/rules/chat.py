@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
@@ -26,22 +27,19 @@ def _set(run: PlannedRun, key: str) -> bool:
 
 
 @rule()
-def formats_act(run: PlannedRun) -> list[Problem]:
+def formats_act(run: PlannedRun) -> Iterator[Problem]:
     """Check that conversation options apply to at least one corpus of the run."""
     used_corpora = corpora(run.config)
-    problems = []
     for name in ("format", "columns"):
         key, used = f"data.{name}", {getattr(corpus, f"{name}_key") for corpus in used_corpora}
         if _set(run, key) and key not in used:
-            problems.append(run.problem(key, f"every corpus sets its own {name}", "remove it"))
+            yield run.problem(key, f"every corpus sets its own {name}", "remove it")
     if any(corpus.shape for corpus in used_corpora):
-        return problems
+        return
     fix = 'remove it, or set data.format = "messages" (or sharegpt, alpaca, prompt_completion)'
-    return problems + [
-        run.problem(key, "no corpus of the run contains conversations", fix)
-        for key in (f"data.{name}" for name in _FOR_CONVERSATIONS)
-        if _set(run, key)
-    ]
+    for key in (f"data.{name}" for name in _FOR_CONVERSATIONS):
+        if _set(run, key):
+            yield run.problem(key, "no corpus of the run contains conversations", fix)
 
 
 @rule()
@@ -115,19 +113,17 @@ def empty_thinking_is_masked(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def new_tokens_have_rows(run: PlannedRun) -> list[Problem]:
+def new_tokens_have_rows(run: PlannedRun) -> Iterator[Problem]:
     """Check that new special tokens are unique and trained."""
     key = "model.additional_special_tokens"
     tokens = run.config.model.additional_special_tokens
-    problems = []
     twice = [token for token, times in Counter(tokens).items() if times > 1]
     if twice or not all(token.strip() for token in tokens):
         rule = f"{twice[0]} is listed twice" if twice else "contains an empty token"
-        problems.append(run.problem(key, rule, "list each token once, such as <|prompter|>"))
+        yield run.problem(key, rule, "list each token once, such as <|prompter|>")
     if tokens and run.config.finetune.adds:
         fix = (
             "train all weights, or first add the tokens and their rows to the base model with "
             "llama-toolkit convert --vocab-size"
         )
-        problems.append(run.problem(key, "an adapter's base model has no rows for them", fix))
-    return problems
+        yield run.problem(key, "an adapter's base model has no rows for them", fix)

@@ -119,11 +119,11 @@ def checkpoint_trains_the_same(run: PlannedRun) -> list[Problem]:
 
 
 @rule(CheckpointError)
-def checkpoint_has_full_model(run: PlannedRun) -> list[Problem]:
+def checkpoint_has_full_model(run: PlannedRun) -> Iterator[Problem]:
     """Check that a checkpoint of another run contains a full model."""
     start = run.start
     if start.manifest is None or start.own or "base" not in start.manifest["run"]:
-        return []
+        return
     fix = (
         f"merge it first: llama-toolkit convert merge BASE {start.loaded} OUT; or start from its "
         f"base and set finetune.adapter_path = {start.loaded}"
@@ -133,28 +133,24 @@ def checkpoint_has_full_model(run: PlannedRun) -> list[Problem]:
             "; in both cases set checkpoint.initial_load_model_only = true, because optimizer, step and data "
             "position are lost"
         )
-    return [
-        run.problem(start.loaded_by, f"the checkpoint {start.loaded} contains an adapter but no model", fix)
-    ]
+    yield run.problem(start.loaded_by, f"the checkpoint {start.loaded} contains an adapter but no model", fix)
 
 
 @rule(CheckpointError)
-def checkpoint_has_optimizer(run: PlannedRun) -> list[Problem]:
+def checkpoint_has_optimizer(run: PlannedRun) -> Iterator[Problem]:
     """Check that a checkpoint to resume from contains more than the weights."""
     start = run.start
     if start.manifest is None or not start.resumes or not start.manifest["run"].get("model_only"):
-        return []
+        return
     if "optimizer" in start.excluded:
-        return []
-    return [
-        run.problem(
-            start.loaded_by,
-            f"the checkpoint {start.loaded} contains only the model (checkpoint.last_save_model_only)",
-            f"start a new run from it: another job.dump_folder and checkpoint.initial_load_path = "
-            f'"{start.loaded}"',
-            *_FOUND_BY,
-        )
-    ]
+        return
+    yield run.problem(
+        start.loaded_by,
+        f"the checkpoint {start.loaded} contains only the model (checkpoint.last_save_model_only)",
+        f"start a new run from it: another job.dump_folder and checkpoint.initial_load_path = "
+        f'"{start.loaded}"',
+        *_FOUND_BY,
+    )
 
 
 @rule(CheckpointError)
@@ -280,25 +276,23 @@ def _position_counts(run: PlannedRun) -> dict[str, str]:
 
 
 @rule()
-def batch_resumable(run: PlannedRun) -> list[Problem]:
+def batch_resumable(run: PlannedRun) -> Iterator[Problem]:
     """Check that a resumed run has the same batch in spite of a changed mesh, unless the data restarts."""
     start = run.start
     if start.manifest is None or run.mesh is None or not start.resumes_data:
-        return []
+        return
     saved = start.manifest["run"]
     dp = saved.get("data_parallel_degree", run.mesh.dp)
     if run.config.training.global_batch_size != -1 or dp == run.mesh.dp:
-        return []
-    return [
-        run.problem(
-            "training.global_batch_size",
-            f"the checkpoint {start.loaded} was trained at data-parallel degree {dp}, this run has "
-            f"{run.mesh.dp}, and -1 would change the batch",
-            f"set training.global_batch_size to {saved.get('global_batch_size')}, the batch so far, or "
-            f"restart the data {start.anew('dataloader')}",
-            *_FOUND_BY,
-        )
-    ]
+        return
+    yield run.problem(
+        "training.global_batch_size",
+        f"the checkpoint {start.loaded} was trained at data-parallel degree {dp}, this run has "
+        f"{run.mesh.dp}, and -1 would change the batch",
+        f"set training.global_batch_size to {saved.get('global_batch_size')}, the batch so far, or "
+        f"restart the data {start.anew('dataloader')}",
+        *_FOUND_BY,
+    )
 
 
 @rule(CheckpointError)
@@ -314,20 +308,19 @@ def steps_are_counted_on(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def checkpoint_notes(run: PlannedRun) -> list[str]:
+def checkpoint_notes(run: PlannedRun) -> Iterator[str]:
     """Note changes since the checkpoint, and checkpoints of other runs in the same folder."""
     start = run.start
     if start.manifest is None or not start.resumes:
-        return []
-    changes = list(_changes(run))
-    messages = [f"changed since {start.loaded}: {', '.join(changes)}"] if changes else []
-    messages += _left_out(run)
+        return
+    if changes := list(_changes(run)):
+        yield f"changed since {start.loaded}: {', '.join(changes)}"
+    yield from _left_out(run)
     own = start.manifest["run"].get("id")
     ids = {step: read_manifest(step_folder(run.checkpoints, step))["run"].get("id") for step in start.steps}
     foreign = [f"step-{step}" for step in start.steps if ids[step] != own]
     if foreign and start.loaded.parent == run.checkpoints:
-        messages.append(f"{start.loaded} and {first_few(foreign, 3)} next to it are from different runs")
-    return messages
+        yield f"{start.loaded} and {first_few(foreign, 3)} next to it are from different runs"
 
 
 @note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 from toolkit.config.schema import find_field
 from toolkit.data.build import CorpusOptions, corpora
@@ -16,23 +17,19 @@ _ESCAPE = re.compile(r"\\[nt](?![a-zA-Z])")  # but not \nabla
 
 
 @rule()
-def template_has_no_escapes(run: PlannedRun) -> list[Problem]:
+def template_has_no_escapes(run: PlannedRun) -> Iterator[Problem]:
     r"""Check that a template contains no literal ``\n``, which a shell does not convert to a line end."""
     columns = {corpus.column_key: corpus.text_column for corpus in corpora(run.config)}
     fix = "write $'{a}\\n{b}' in the shell, or set it in the file, between double quotes"
-    return [
-        run.problem(
-            key, f"contains {found[0]} as two characters, not the line end or tab that is probably meant", fix
-        )
-        for key, column in columns.items()
-        if (found := _ESCAPE.search(column))
-    ]
+    for key, column in columns.items():
+        if found := _ESCAPE.search(column):
+            rule = f"contains {found[0]} as two characters, not the line end or tab that is probably meant"
+            yield run.problem(key, rule, fix)
 
 
 @rule()
-def dataset_choices_act(run: PlannedRun) -> list[Problem]:
+def dataset_choices_act(run: PlannedRun) -> Iterator[Problem]:
     """Check that a subset or split is set only for a dataset of the Hub or a folder with splits."""
-    problems = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
         if isinstance(opened, DataError):
@@ -43,8 +40,7 @@ def dataset_choices_act(run: PlannedRun) -> list[Problem]:
             if field and run.config.value(key) != field.default:
                 what = repr(corpus.dataset_path or corpus.dataset)
                 fix = f"remove it, or instead of {what} use a dataset with a {choice}, such as allenai/c4"
-                problems.append(run.problem(key, f"{what} has no {choice} to select", fix))
-    return problems
+                yield run.problem(key, f"{what} has no {choice} to select", fix)
 
 
 @rule()

@@ -126,7 +126,7 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
     try:
         of_run = corpora(run.config)
     except UnknownValue:
-        return _missing(run)
+        return list(_missing(run))
     problems = []
     for corpus in of_run:
         opened, chosen_by = run.opened[corpus.table], _chosen_by(corpus.table)
@@ -152,9 +152,8 @@ def corpus_readable(run: PlannedRun) -> list[Problem]:
     return list(dict.fromkeys(problems))
 
 
-def _missing(run: PlannedRun) -> list[Problem]:
+def _missing(run: PlannedRun) -> Iterator[Problem]:
     """Check only whether corpora exist, because it is unknown how to read them."""
-    problems = []
     for table in ("training", "validation"):
         with suppress(UnknownValue):
             options = run.config.value(table)
@@ -166,8 +165,7 @@ def _missing(run: PlannedRun) -> list[Problem]:
                 found = _not_found(options.dataset_path, options.dataset_split)
             if found:
                 key = f"{table}.{found.key}"
-                problems.append(run.problem(key, found.rule, found.fix, *_chosen_by(table)))
-    return problems
+                yield run.problem(key, found.rule, found.fix, *_chosen_by(table))
 
 
 def _not_found(path: str, split: str) -> Problem | None:
@@ -186,39 +184,36 @@ def _chosen_by(table: str) -> tuple[str, str]:
 
 
 @rule(DataError)
-def unused_dataset_names_exist(run: PlannedRun) -> list[Problem]:
+def unused_dataset_names_exist(run: PlannedRun) -> Iterator[Problem]:
     """Check the names of corpora, including those that the run does not read."""
-    config, problems = run.config, []
+    config = run.config
     read = {corpus.table for corpus in corpora(config)}
     for table in ("training", "validation"):
         key = f"{table}.dataset"
         if table in read or config.value(f"{table}.dataset_path") is not None:
             continue
         if unknown := check_name(config.value(key)):
-            problems.append(run.problem(key, unknown.rule, unknown.fix))
-    return problems
+            yield run.problem(key, unknown.rule, unknown.fix)
 
 
 @note
-def corpora_notes(run: PlannedRun) -> list[str]:
+def corpora_notes(run: PlannedRun) -> Iterator[str]:
     """Note names that are aliases or are overridden, and files that are skipped."""
-    messages = []
     for corpus in corpora(run.config):
         opened = run.opened[corpus.table]
-        notes = () if isinstance(opened, DataError) else opened.notes
-        messages += [f"{corpus.table}.dataset_path {note}" for note in notes]
+        for skipped in () if isinstance(opened, DataError) else opened.notes:
+            yield f"{corpus.table}.dataset_path {skipped}"
         key = f"{corpus.table}.dataset"
         field = find_field(key)
         if corpus.dataset_path is None and corpus.dataset in STAND_INS:
             name = STAND_INS[corpus.dataset]
-            messages.append(
+            yield (
                 f"{key} {corpus.dataset} is not C4 here but a stand-in, the included books (also named "
                 f"{name}); the name of C4 itself is c4"
             )
         elif corpus.dataset_path is not None and field and run.config.value(key) != field.default:
             where = run.config.origin(key)
-            messages.append(f"{key} {corpus.dataset} ({where}) is overridden by {corpus.table}.dataset_path")
-    return messages
+            yield f"{key} {corpus.dataset} ({where}) is overridden by {corpus.table}.dataset_path"
 
 
 @rule(DataError)

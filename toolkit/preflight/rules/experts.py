@@ -44,13 +44,11 @@ def experts_are_whole_or_split_by_tp(run: PlannedRun) -> list[Problem]:
 @rule()
 def expert_parallel_runs(run: PlannedRun) -> list[Problem]:
     """Reject options that are not supported with expert parallelism."""
-    if run.config.parallelism.expert_parallel_degree == 1:
+    options = run.config.parallelism
+    if options.expert_parallel_degree == 1 or not isinstance(options.fsdp_reshard_after_forward, int):
         return []
-    problems = []
-    if isinstance(run.config.parallelism.fsdp_reshard_after_forward, int):
-        rule = f"must not be a number with {_EP} above 1: experts are sharded over other ranks"
-        problems.append(run.problem(_RESHARD, rule, f'set {_RESHARD} = "default"', _EP))
-    return problems
+    rule = f"must not be a number with {_EP} above 1: experts are sharded over other ranks"
+    return [run.problem(_RESHARD, rule, f'set {_RESHARD} = "default"', _EP)]
 
 
 @rule()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from toolkit.config.finetune import Finetune
@@ -123,11 +124,11 @@ def dora_has_no_experts(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def enough_blocks(run: PlannedRun) -> list[Problem]:
+def enough_blocks(run: PlannedRun) -> Iterator[Problem]:
     """Check that the model has at least as many blocks as are to be adapted or frozen."""
     options = run.config.finetune
     if run.model is None:
-        return []
+        return
     layers = run.model.n_layers
     counts = {
         "finetune.freeze_first_layers": options.freeze_first_layers,
@@ -136,11 +137,9 @@ def enough_blocks(run: PlannedRun) -> list[Problem]:
     key = "finetune.llama_adapter.adapter_layers"
     if options.adapter == "llama_adapter" and run.config.origin(key) != DEFAULT:  # the default means all
         counts[key] = options.llama_adapter.adapter_layers
-    return [
-        run.problem(key, f"the model has {layers} blocks", f"set it to at most {layers}")
-        for key, count in counts.items()
-        if count > layers
-    ]
+    for key, count in counts.items():
+        if count > layers:
+            yield run.problem(key, f"the model has {layers} blocks", f"set it to at most {layers}")
 
 
 @rule()
@@ -198,18 +197,16 @@ def adapter_fits_attention(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def prefix_has_a_backend(run: PlannedRun) -> list[Problem]:
+def prefix_has_a_backend(run: PlannedRun) -> Iterator[Problem]:
     """Check that prefix tuning runs with SDPA, the only backend that supports its dense mask."""
     if run.config.finetune.adapter != "prefix_tuning":
-        return []
-    problems = []
+        return
     if run.config.model.attention not in ("auto", "sdpa"):
         rule = "prefix tuning needs sdpa: the other backends do not support a prefix"
-        problems.append(run.problem("model.attention", rule, 'set it to "sdpa" or "auto"'))
+        yield run.problem("model.attention", rule, 'set it to "sdpa" or "auto"')
     if run.config.parallelism.context_parallel_degree > 1 and run.config.value(_ROTATE) == "alltoall":
         rule = "ring attention does not support a prefix, because each of its steps has its own softmax"
-        problems.append(run.problem(_ROTATE, rule, 'set it to "allgather"'))
-    return problems
+        yield run.problem(_ROTATE, rule, 'set it to "allgather"')
 
 
 @rule()
@@ -328,16 +325,15 @@ def adapter_path_fits(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def finetune_notes(run: PlannedRun) -> list[str]:
+def finetune_notes(run: PlannedRun) -> Iterator[str]:
     """Note the trainable parameters and the effect of dropout."""
     options = run.config.finetune
     if run.model is None:
-        return []
-    notes = [f"fine-tuning: trains {describe_trained(run.model, options)}"]
-    notes += _reshaped(run)
+        return
+    yield f"fine-tuning: trains {describe_trained(run.model, options)}"
+    yield from _reshaped(run)
     if options.adapter == "lora" and options.lora.dropout:
-        notes.append("finetune.lora.dropout: dropout, and therefore the curve, depends on the mesh")
-    return notes
+        yield "finetune.lora.dropout: dropout, and therefore the curve, depends on the mesh"
 
 
 def _reshaped(run: PlannedRun) -> list[str]:

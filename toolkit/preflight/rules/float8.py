@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from toolkit.config.types import FLOAT8
@@ -57,26 +58,24 @@ def float8_runs(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def float8_sizes(run: PlannedRun) -> list[Problem]:
+def float8_sizes(run: PlannedRun) -> Iterator[Problem]:
     """Check that the sizes of TP shards, and the number of tokens over which a weight's gradient is summed,
     are multiples of 16, as float8 GEMMs require."""
     model, batch, options = run.model, run.batch, run.config.parallelism
     if not _on(run) or _emulates(run) or model is None or batch is None:
-        return []
-    problems = []
+        return
     tp, unit = options.tensor_parallel_degree, f"{MULTIPLE} per rank, which float8 matmuls need"
     cut = {name: size for name, size in _cut(model).items() if size // tp % MULTIPLE}
     if tp > 1 and cut:
         sizes = first_few([f"{name} = {size}" for name, size in cut.items()], 3)
         rule = f"splits {sizes} into shards that are no multiple of {unit}"
-        problems.append(run.problem("parallelism.tensor_parallel_degree", rule, "use a smaller one"))
+        yield run.problem("parallelism.tensor_parallel_degree", rule, "use a smaller one")
     samples = options.pipeline_parallel_microbatch_size if run.pp > 1 else batch.local
     tokens = samples * run.config.training.seq_len // options.context_parallel_degree
     if tokens % MULTIPLE and run.config.quantize.linear.float8.recipe_name != "rowwise_with_gw_hp":
         rule = f"gives micro-batches of {tokens:,} tokens, not a multiple of {unit}"
         key, fix = "training.seq_len", f"use a training.seq_len of a multiple of {MULTIPLE}"
-        problems.append(run.problem(key, rule, fix, *_TOKENS, _CONVERTERS))
-    return problems
+        yield run.problem(key, rule, fix, *_TOKENS, _CONVERTERS)
 
 
 def _cut(model: ModelArgs) -> dict[str, int]:
@@ -110,28 +109,26 @@ def float8_filter(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def float8_gathered(run: PlannedRun) -> list[Problem]:
+def float8_gathered(run: PlannedRun) -> Iterator[Problem]:
     """Check that weights can be gathered in float8: one scale per weight, on the device, from all ranks."""
     config, options = run.config, run.config.quantize.linear.float8
     if not _on(run):
-        return []
+        return
     if not options.enable_fsdp_float8_all_gather:
-        return []
-    problems = []
+        return
     recipe = options.recipe_name
     if recipe not in (None, "tensorwise"):
         rule = f"needs one scale per matrix, but {_TABLE}.recipe_name = {recipe} has one per row"
-        problems.append(run.problem(_GATHER, rule, 'remove it, or set recipe_name = "tensorwise"'))
+        yield run.problem(_GATHER, rule, 'remove it, or set recipe_name = "tensorwise"')
     if config.training.enable_cpu_offload:
         rule = "casts weights on the device, but training.enable_cpu_offload keeps them on the host"
-        problems.append(run.problem(_GATHER, rule, "remove one of the two"))
+        yield run.problem(_GATHER, rule, "remove one of the two")
     if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
         rule = (
             "needs weights that are always gathered from all ranks, not from the fewer ranks of "
             f"parallelism.fsdp_reshard_after_forward = {config.parallelism.fsdp_reshard_after_forward}"
         )
-        problems.append(run.problem(_GATHER, rule, "remove one of the two"))
-    return problems
+        yield run.problem(_GATHER, rule, "remove one of the two")
 
 
 @rule()
@@ -145,18 +142,18 @@ def float8_without_adapter(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def float8_notes(run: PlannedRun) -> list[str]:
+def float8_notes(run: PlannedRun) -> Iterator[str]:
     """Note the float8 layers and the dependencies of their scales."""
     options = run.config.quantize.linear.float8
     if not _on(run) or run.model is None or run.mesh is None:
-        return []
+        return
     layers, all_layers = float8_layers(run.model, options), linear_layers(run.model)
-    messages = [
+    yield (
         f"{len(layers)} of the blocks' {len(all_layers)} linear layers compute in float8"
         f"{', emulated' * options.emulate}; embedding and output do not"
-    ]
+    )
     if options.recipe_name != "rowwise_with_gw_hp":
-        messages.append(
+        yield (
             "float8 scales are computed per micro-batch: runs match only with the same "
             "training.local_batch_size (pipeline_parallel_microbatch_size)"
         )
@@ -164,8 +161,7 @@ def float8_notes(run: PlannedRun) -> list[str]:
         shards, tp = run.mesh.dp_shard * run.mesh.cp, run.mesh.tp
         uneven = [it for it in layers if not can_gather_in_float8(layers[it][0], shards=shards, tp=tp)]
         if uneven:
-            messages.append(
+            yield (
                 f"{first_few(uneven, 2)} are gathered in {run.precision}, not in float8: their rows are not "
                 f"divisible by {shards} shards × tp {tp}"
             )
-    return messages

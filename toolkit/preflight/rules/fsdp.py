@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from toolkit.errors import Problem, did_you_mean, divisors
 from toolkit.models.common.args import INNER_CLASSES, WRAP_CLASSES, ModelArgs
@@ -31,30 +32,28 @@ _ELSEWHERE = {
 
 
 @rule()
-def strategy_has_its_degrees(run: PlannedRun) -> list[Problem]:
+def strategy_has_its_degrees(run: PlannedRun) -> Iterator[Problem]:
     """Check that explicitly set degrees match the strategy."""
     options, name = run.config.parallelism, strategy(run.config.parallelism)
     replicate, shard = options.data_parallel_replicate_degree, options.data_parallel_shard_degree
     if name in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
         hybrid = "HYBRID_SHARD" if name == "FULL_SHARD" else "HYBRID_SHARD_ZERO2"
         fix = f'set {_STRATEGY} = "{hybrid}", or remove the degree'
-        return [run.problem(_REPLICATE, f"{name} has no replicas", fix)]
+        yield run.problem(_REPLICATE, f"{name} has no replicas", fix)
     if name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") and replicate == 1:
         plain = "FULL_SHARD" if name == "HYBRID_SHARD" else "SHARD_GRAD_OP"
         rule = "shards within each of several replicas, but there is only one replica"
         fix = f'set {_REPLICATE} to the number of nodes; on one node {_STRATEGY} = "{plain}"'
-        return [run.problem(_STRATEGY, rule, fix)]
+        yield run.problem(_STRATEGY, rule, fix)
     if name != "NO_SHARD":
-        return []
-    problems = []
+        return
     if shard > 1:
         fix = f'remove it, or set {_STRATEGY} = "FULL_SHARD"'
-        problems.append(run.problem(_SHARD, "NO_SHARD keeps all parameters on every rank", fix))
+        yield run.problem(_SHARD, "NO_SHARD keeps all parameters on every rank", fix)
     if run.mesh and replicate not in (1, run.mesh.dp_replicate):
         fix = f'remove it, or set {_STRATEGY} = "HYBRID_SHARD"'
         rule = f"NO_SHARD makes each of the {run.mesh.dp_replicate} data-parallel ranks a replica"
-        problems.append(run.problem(_REPLICATE, rule, fix))
-    return problems
+        yield run.problem(_REPLICATE, rule, fix)
 
 
 @rule()
@@ -115,23 +114,21 @@ def reshard_size_has_its_groups(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def wrap_classes_exist(run: PlannedRun) -> list[Problem]:
+def wrap_classes_exist(run: PlannedRun) -> Iterator[Problem]:
     """Check that the FSDP wrap classes exist in the model."""
     options = run.config.parallelism
     if options.fsdp_wrap_policy != "class":
-        return []
+        return
     if not options.fsdp_wrap_classes:
         fix = 'set it to ["TransformerBlock"]'
-        return [run.problem(_CLASSES, "without any class the whole model is one unit", fix)]
-    problems = []
+        yield run.problem(_CLASSES, "without any class the whole model is one unit", fix)
     for name in options.fsdp_wrap_classes:
         if name not in WRAP_CLASSES:
             rule = f"{name} is not one of the supported classes: {', '.join(WRAP_CLASSES)}"
-            problems.append(run.problem(_CLASSES, rule, right_class(name)))
+            yield run.problem(_CLASSES, rule, right_class(name))
         elif name in ("Embedding", "OutputHead") and run.model and run.model.tie_embeddings:
             rule = f"{name} cannot be a unit: the embedding is tied to the head and stays in the root"
-            problems.append(run.problem(_CLASSES, rule, f"remove {name}"))
-    return problems
+            yield run.problem(_CLASSES, rule, f"remove {name}")
 
 
 def right_class(name: str) -> str:
@@ -164,23 +161,22 @@ def compiled_blocks_are_whole(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def sharding_notes(run: PlannedRun) -> list[str]:
+def sharding_notes(run: PlannedRun) -> Iterator[str]:
     """Note options that have no effect in this run."""
-    options, messages = run.config.parallelism, []
+    options = run.config.parallelism
     if options.fsdp_wrap_policy == "size" and run.model:
         block = max(table(run.model).block_sizes)
         embedding = 0 if run.model.tie_embeddings else run.model.vocab_size * run.model.dim
         if max(block, embedding) < options.fsdp_min_num_params:
-            messages.append(
+            yield (
                 f"no module has {_MIN_PARAMS} = {options.fsdp_min_num_params:,} parameters: the whole model "
                 f"is gathered at once; a block has {block:,}"
             )
     if strategy(options) == "NO_SHARD" and options.context_parallel_degree > 1:
-        messages.append(
+        yield (
             f"{_STRATEGY} NO_SHARD makes each data-parallel rank a replica, which is still sharded over "
             f"the {options.context_parallel_degree} ranks of parallelism.context_parallel_degree"
         )
-    return messages
 
 
 def _smallest_whole_block(model: ModelArgs) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from toolkit.errors import Problem
 from toolkit.preflight.planned_run import PlannedRun, rule
 
@@ -9,26 +11,24 @@ POLICIES = ("health.nan_policy", "health.loss_spike_policy")
 
 
 @rule()
-def policies_can_act(run: PlannedRun) -> list[Problem]:
+def policies_can_act(run: PlannedRun) -> Iterator[Problem]:
     """Check that a batch can be skipped before its update, and that full checkpoints exist for rollbacks."""
     config = run.config
     rolls_back = [key for key in POLICIES if config.value(key) == "rollback"]
     skips = [key for key in POLICIES if config.value(key) == "skip"]
-    problems = []
     if skips and config.optimizer.early_step_in_backward:
         rule = "optimizer.early_step_in_backward updates parameters before loss and gradient norm are known"
         fix = "remove that, or set the policy to rollback, which restores the parameters"
-        problems += [run.problem(key, rule, fix) for key in skips]
+        yield from (run.problem(key, rule, fix) for key in skips)
     options = config.checkpoint
     if not options.enable or options.load_only:
         rule = "rolls back to the newest checkpoint, but this run saves none"
         fix = "set checkpoint.enable without checkpoint.load_only, or the policy to skip"
-        problems += [run.problem(key, rule, fix) for key in rolls_back]
+        yield from (run.problem(key, rule, fix) for key in rolls_back)
     elif options.exclude_from_loading:
         rule = "restores full checkpoints, but checkpoint.exclude_from_loading leaves components out"
         fix = "remove that, or set the policy to skip"
-        problems += [run.problem(key, rule, fix) for key in rolls_back]
-    return problems
+        yield from (run.problem(key, rule, fix) for key in rolls_back)
 
 
 @rule()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
@@ -12,21 +13,19 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
 @rule()
-def profiler_fits(run: PlannedRun) -> list[Problem]:
+def profiler_fits(run: PlannedRun) -> Iterator[Problem]:
     """Check that a trace and its warmup fit into one period."""
     options = run.config.profiling
     needed = options.profiler_warmup + options.profiler_active
     if not options.enable_profiling or options.profile_freq >= needed:
-        return []
-    return [
-        run.problem(
-            "profiling.profile_freq",
-            f"a trace takes profiler_warmup + profiler_active = {needed} steps",
-            f"set profile_freq to at least {needed}, or lower profiler_warmup or profiler_active",
-            "profiling.profiler_active",
-            "profiling.profiler_warmup",
-        )
-    ]
+        return
+    yield run.problem(
+        "profiling.profile_freq",
+        f"a trace takes profiler_warmup + profiler_active = {needed} steps",
+        f"set profile_freq to at least {needed}, or lower profiler_warmup or profiler_active",
+        "profiling.profiler_active",
+        "profiling.profiler_warmup",
+    )
 
 
 @note
@@ -39,37 +38,30 @@ def metrics_notes(run: PlannedRun) -> list[str]:
 
 
 @rule()
-def prometheus_file_is_read(run: PlannedRun) -> list[Problem]:
+def prometheus_file_is_read(run: PlannedRun) -> Iterator[Problem]:
     """Check that the file has the extension that the textfile collector requires."""
     path = run.config.metrics.prometheus_file
     if path is None or path.endswith(".prom"):
-        return []
-    return [
-        run.problem(
-            "metrics.prometheus_file",
-            "node_exporter's textfile collector only reads files that end in .prom",
-            f"use {path}.prom",
-        )
-    ]
+        return
+    yield run.problem(
+        "metrics.prometheus_file",
+        "node_exporter's textfile collector only reads files that end in .prom",
+        f"use {path}.prom",
+    )
 
 
 @rule()
-def wandb_ready(run: PlannedRun) -> list[Problem]:
+def wandb_ready(run: PlannedRun) -> Iterator[Problem]:
     """Check that wandb is installed and has an API key; without a key, it prompts on a terminal."""
     key = "metrics.enable_wandb"
     if not run.config.metrics.enable_wandb:
-        return []
+        return
     if find_spec("wandb") is None:
-        return [run.problem(key, "the package wandb is not installed", install_command("wandb"))]
-    if _may_send():
-        return []
-    return [
-        run.problem(
-            key,
-            f"there is no API key for {_wandb_host()} in WANDB_API_KEY or netrc",
-            'run "wandb login" first, or set WANDB_MODE=offline and "wandb sync" the run later',
-        )
-    ]
+        yield run.problem(key, "the package wandb is not installed", install_command("wandb"))
+    elif not _may_send():
+        rule = f"there is no API key for {_wandb_host()} in WANDB_API_KEY or netrc"
+        fix = 'run "wandb login" first, or set WANDB_MODE=offline and "wandb sync" the run later'
+        yield run.problem(key, rule, fix)
 
 
 @rule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from toolkit.config.schema import (
     SINGLE_CORPUS_KEYS,
@@ -24,17 +25,15 @@ def _key(name: str, option: str) -> str:
 
 
 @rule()
-def mixture_or_dataset(run: PlannedRun) -> list[Problem]:
+def mixture_or_dataset(run: PlannedRun) -> Iterator[Problem]:
     """Check that a mixture and a single dataset do not conflict; a mixture replaces the dataset of the base
     file."""
-    problems = []
     for field in _single_corpus_fields(run):
         if field.key not in overridden_keys(run.config):
             leave = f"remove it, or set {field.name} = {format_toml(field.default)}, the default"
             add = f"to train on it as well, add [data.mixture.NAME] with {field.name} and a weight"
             rule = "is replaced by the corpora of [data.mixture]"
-            problems.append(run.problem(field.key, rule, f"{leave}; {add}"))
-    return problems
+            yield run.problem(field.key, rule, f"{leave}; {add}")
 
 
 @note
@@ -88,7 +87,7 @@ def mixture_weights_fit(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def mixture_parts_differ(run: PlannedRun) -> list[Problem]:
+def mixture_parts_differ(run: PlannedRun) -> Iterator[Problem]:
     """Check that no two corpora have the same text, whose samples would be drawn twice per epoch."""
     names = defaultdict(list)
     for corpus in corpora(run.config):
@@ -96,14 +95,14 @@ def mixture_parts_differ(run: PlannedRun) -> list[Problem]:
         if group == "data.mixture":
             embedded = corpus.dataset_path is None and EMBEDDED.get(corpus.dataset)
             names[embedded or tuple(corpus.arguments().values())].append(name)
-    return [
-        run.problem(
-            _key(name, "dataset" if run.config.data.mixture[name].dataset_path is None else "dataset_path"),
-            f"[data.mixture.{first}] has the same text",
-            f"remove one of the two and give the other the sum of their weights, or make {first} and {name} "
-            "differ in dataset, dataset_path, dataset_subset, dataset_split or text_column",
-            _key(name, "weight"),
-        )
-        for first, *others in names.values()
-        for name in others
-    ]
+    for first, *others in names.values():
+        for name in others:
+            source = "dataset" if run.config.data.mixture[name].dataset_path is None else "dataset_path"
+            yield run.problem(
+                _key(name, source),
+                f"[data.mixture.{first}] has the same text",
+                "remove one of the two and give the other the sum of their weights, or make "
+                f"{first} and {name} differ in dataset, dataset_path, dataset_subset, dataset_split or "
+                "text_column",
+                _key(name, "weight"),
+            )

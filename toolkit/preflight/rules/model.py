@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from toolkit.errors import DataError, Problem, join_or
 from toolkit.models.from_config import architecture_key, config_folder
@@ -77,57 +78,44 @@ def tokenizer_readable(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def vocabulary_fits(run: PlannedRun) -> list[Problem]:
+def vocabulary_fits(run: PlannedRun) -> Iterator[Problem]:
     """Check that the embedding has a row for each token."""
     if run.model is None or run.vocabulary is None or run.vocabulary <= run.model.vocab_size:
-        return []
+        return
     model, added = run.config.model, "model.additional_special_tokens"
     tokenizer = "model.tokenizer_path" if model.tokenizer_path else "model.hf_assets_path"
-    return [
-        run.problem(
-            "model.vocab_size" if model.vocab_size else architecture_key(run.config),
-            f"the tokenizer in {run.tokenizer_path} has {run.vocabulary} tokens, the model "
-            f"({run.model_label}) {run.model.vocab_size}",
-            f"set model.vocab_size = {run.vocabulary}, or {tokenizer} to this model's tokenizer",
-            "model.name",
-            tokenizer,
-            added,
-        )
-    ]
+    yield run.problem(
+        "model.vocab_size" if model.vocab_size else architecture_key(run.config),
+        f"the tokenizer in {run.tokenizer_path} has {run.vocabulary} tokens, the model "
+        f"({run.model_label}) {run.model.vocab_size}",
+        f"set model.vocab_size = {run.vocabulary}, or {tokenizer} to this model's tokenizer",
+        "model.name",
+        tokenizer,
+        added,
+    )
 
 
 @rule()
-def sequence_fits_model(run: PlannedRun) -> list[Problem]:
+def sequence_fits_model(run: PlannedRun) -> Iterator[Problem]:
     """Check that sequences do not exceed the model's maximum length."""
     if run.model is None:
-        return []
+        return
     limit = run.model.max_seq_len
     keys = ["training.seq_len"] + (["validation.seq_len"] if run.config.validation.enable else [])
-    return [
-        run.problem(
-            key,
-            f"{run.model_label} supports at most {limit} tokens",
-            f"set {key} to at most {limit}, or raise model.max_seq_len",
-            "model.max_seq_len",
-            architecture_key(run.config),
-            "model.name",
-        )
-        for key in keys
-        if run.config.value(key) > limit
-    ]
+    for key in keys:
+        if run.config.value(key) > limit:
+            rule = f"{run.model_label} supports at most {limit} tokens"
+            fix = f"set {key} to at most {limit}, or raise model.max_seq_len"
+            others = ("model.max_seq_len", architecture_key(run.config), "model.name")
+            yield run.problem(key, rule, fix, *others)
 
 
 @rule()
-def device_has_dtype(run: PlannedRun) -> list[Problem]:
+def device_has_dtype(run: PlannedRun) -> Iterator[Problem]:
     """Check for bfloat16 support, which GPUs before Ampere lack. (CPUs may emulate it slowly.)"""
     if run.hardware.device == "cpu" or run.hardware.native_bf16:
-        return []
-    return [
-        run.problem(
-            key,
-            f"{run.hardware.name} does not support bfloat16",
-            'set it to "float32"' if key == "training.dtype" else 'set it to "float32", or to "auto"',
-        )
-        for key in ("training.dtype", "training.mixed_precision_param")
-        if run.config.value(key) == "bfloat16"
-    ]
+        return
+    for key in ("training.dtype", "training.mixed_precision_param"):
+        if run.config.value(key) == "bfloat16":
+            fix = 'set it to "float32"' if key == "training.dtype" else 'set it to "float32", or to "auto"'
+            yield run.problem(key, f"{run.hardware.name} does not support bfloat16", fix)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from toolkit.config.name_patterns import unmatched
 from toolkit.errors import Problem, closest, first_few
 from toolkit.finetune.parameters import all_shapes, trained_names
@@ -19,33 +21,30 @@ def no_decay_matches(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def groups_apply(run: PlannedRun) -> list[Problem]:
+def groups_apply(run: PlannedRun) -> Iterator[Problem]:
     """Check that each group sets an option of a trained parameter, and that each of its patterns matches."""
     options, finetune, model = run.config.optimizer, run.config.finetune, run.model
     if model is None:
-        return []
+        return
     trained = trained_names(all_shapes(model, finetune), model, finetune)
     used = {group_of(name, options) for name in trained}
-    problems = []
     for name, group in options.groups.items():
         key = f"optimizer.groups.{name}"
-        found = _unmatched(run, f"{key}.params")
+        yield from (found := _unmatched(run, f"{key}.params"))
         if not group.params:
             fix = 'set it to a list such as ["tok_embeddings.weight", "output.*"]'
-            found = [run.problem(f"{key}.params", "a group needs name patterns of its parameters", fix)]
+            yield run.problem(f"{key}.params", "a group needs name patterns of its parameters", fix)
         elif not found and name not in used:
             rule = "matches only parameters that are frozen or in groups before it"
-            found = [run.problem(f"{key}.params", rule, "remove the group, or set it before the others")]
+            yield run.problem(f"{key}.params", rule, "remove the group, or set it before the others")
         if group.lr is None and group.weight_decay is None:
             rule = f"[{key}] sets no option, so it has no effect"
             fix = "set its lr or weight_decay, or remove the group"
-            found.append(run.problem(f"{key}.params", rule, fix))
+            yield run.problem(f"{key}.params", rule, fix)
         if group.lr is not None and options.lr == 0:
             rule = f"{key}.lr is scheduled as a multiple of it"
             fix = "set it above 0; finetune.frozen freezes parameters"
-            found.append(run.problem("optimizer.lr", rule, fix))
-        problems += found
-    return problems
+            yield run.problem("optimizer.lr", rule, fix)
 
 
 @rule()
@@ -88,18 +87,17 @@ def _similar(pattern: str, kinds: list[str]) -> str:
 
 
 @rule()
-def early_step_alone(run: PlannedRun) -> list[Problem]:
+def early_step_alone(run: PlannedRun) -> Iterator[Problem]:
     """Check that updates in backward are not combined with gradient accumulation or a global gradient
     norm."""
     training = run.config.training
     if not run.config.optimizer.early_step_in_backward:
-        return []
+        return
     without = f"or remove {_EARLY}"
-    problems = []
     if training.max_norm != float("inf"):
         rule = f"{_EARLY} updates each parameter before the global gradient norm is known, so it cannot clip"
         fix = f"set training.max_norm = inf, {without}"
-        problems.append(run.problem("training.max_norm", rule, fix, _EARLY))
+        yield run.problem("training.max_norm", rule, fix, _EARLY)
     if run.batch and run.mesh and run.batch.accumulation > 1:
         total, local, count, dp = run.batch.total, run.batch.local, run.batch.accumulation, run.mesh.dp
         rule = (
@@ -108,22 +106,20 @@ def early_step_alone(run: PlannedRun) -> list[Problem]:
         )
         key = "training.global_batch_size"
         fix = f"set {key} to {local * dp}, raise training.local_batch_size to {local * count}, {without}"
-        problems.append(run.problem(key, rule, fix))
+        yield run.problem(key, rule, fix)
     if training.enable_cpu_offload:
         rule = (
             f"gradients of an offloaded model are in CPU memory anyway; {_EARLY} would free none on the "
             "device and make backward wait for each update"
         )
-        problems.append(run.problem("training.enable_cpu_offload", rule, "remove one of the two"))
-    return problems
+        yield run.problem("training.enable_cpu_offload", rule, "remove one of the two")
 
 
 @note
-def optim_notes(run: PlannedRun) -> list[str]:
+def optim_notes(run: PlannedRun) -> Iterator[str]:
     """Note options that have less effect than expected."""
     if run.config.optimizer.early_step_in_backward and run.mesh and run.mesh.dp_replicate > 1:
-        return [
+        yield (
             f"{_EARLY} saves no memory with {run.mesh.dp_replicate} replicas: torch keeps the gradients "
             "reduced over them until backward ends"
-        ]
-    return []
+        )

@@ -89,29 +89,26 @@ def _turned_on(run: PlannedRun, mark: OnlyWith) -> str:
 
 
 @rule()
-def options_act(run: PlannedRun) -> list[Problem]:
+def options_act(run: PlannedRun) -> Iterator[Problem]:
     """Check that keys that request something take effect; other unused keys are only noted."""
-    problems = []
     for field in _set(run):
         with suppress(UnknownValue):  # the others are still checked
-            problems += _idle(run, field)
-    return problems
+            yield from _idle(run, field)
 
 
-def _idle(run: PlannedRun, field: Field) -> list[Problem]:
+def _idle(run: PlannedRun, field: Field) -> Iterator[Problem]:
     default = f"{field.name} = {format_toml(field.default)}, the default"
     lacking = _lacking(run, field)
     if mark := next((mark for mark in lacking if mark.rejected), None):
         rule = f"has no effect with {mark.switch} = {format_toml(run.config.value(mark.switch))}"
-        return [run.problem(field.key, rule, f"{_turned_on(run, mark)}, or {default}")]
-    if not lacking and (need := _needed(run, field)) and need.rejected:
+        yield run.problem(field.key, rule, f"{_turned_on(run, mark)}, or {default}")
+    elif not lacking and (need := _needed(run, field)) and need.rejected:
         fix = f"remove it, or set {default}"
-        return [run.problem(field.key, f"has no effect without {need.what}", fix)]
-    return []
+        yield run.problem(field.key, f"has no effect without {need.what}", fix)
 
 
 @note
-def options_notes(run: PlannedRun) -> list[str]:
+def options_notes(run: PlannedRun) -> Iterator[str]:
     """Note keys that are set but not used, grouped by the condition that they need."""
     idle = defaultdict(list)
     for field in _set(run):
@@ -119,10 +116,8 @@ def options_notes(run: PlannedRun) -> list[str]:
             idle[" or ".join(dict.fromkeys(map(str, lacking)))].append(field.key)
         elif need := _needed(run, field):
             idle[need.what].append(field.key)
-    return [
-        f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect without {needed}"
-        for needed, keys in idle.items()
-    ]
+    for needed, keys in idle.items():
+        yield f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect without {needed}"
 
 
 @rule()

@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from toolkit.config.phases import phase_after, run_phases
 from toolkit.errors import DataError, Problem, quote
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
 @rule()
-def phases_follow_one_another(run: PlannedRun) -> list[Problem]:
+def phases_follow_one_another(run: PlannedRun) -> Iterator[Problem]:
     """Check that each phase has steps of its own and changes something."""
     phases, steps = run.config.phases, run.config.training.steps
-    problems, taken = [], dict[int, str]()
+    taken: dict[int, str] = {}
     for name, phase in phases.items():
         key, start = f"phases.{name}.start_step", phase.start_step
         if not 1 <= start < steps:
             rule = f"the run has {steps} steps (training.steps), of which the phase has none"
-            problems.append(run.problem(key, rule, f"set it from 1 to {steps - 1}", "training.steps"))
+            yield run.problem(key, rule, f"set it from 1 to {steps - 1}", "training.steps")
         elif start in taken:
-            problems.append(run.problem(key, f"phase {taken[start]} starts there too", "set another step"))
+            yield run.problem(key, f"phase {taken[start]} starts there too", "set another step")
         elif not phase.values():
             fix = "set seq_len, global_batch_size, weights or another key, or remove the phase"
-            problems.append(run.problem(key, "the phase changes nothing", fix))
+            yield run.problem(key, "the phase changes nothing", fix)
         taken.setdefault(start, name)
-    return problems
 
 
 @rule()
-def phases_weigh_the_mixture(run: PlannedRun) -> list[Problem]:
+def phases_weigh_the_mixture(run: PlannedRun) -> Iterator[Problem]:
     """Check that phases weigh corpora of the mixture, and that each corpus is drawn in some phase."""
     phases, mixture = run.config.phases, run.config.data.mixture
     fix = f"use {', '.join(mixture)}" if mixture else "add [data.mixture.NAME] for each corpus"
-    problems = [
-        run.problem(f"phases.{name}.weights", f"there is no corpus [data.mixture.{corpus}]", fix)
-        for name, phase in phases.items()
-        for corpus in sorted(phase.weights.keys() - mixture)
-    ]
+    for name, phase in phases.items():
+        for corpus in sorted(phase.weights.keys() - mixture):
+            yield run.problem(f"phases.{name}.weights", f"there is no corpus [data.mixture.{corpus}]", fix)
     drawn = {corpus for phase in phases.values() for corpus, weight in phase.weights.items() if weight}
     fix = "give it a weight in [phases.NAME] weights, or remove it"
-    return problems + [
-        run.problem(f"data.mixture.{corpus}.weight", "no phase draws from this corpus", fix)
-        for corpus in sorted(mixture.keys() - run.config.data.weights - drawn)
-    ]
+    for corpus in sorted(mixture.keys() - run.config.data.weights - drawn):
+        yield run.problem(f"data.mixture.{corpus}.weight", "no phase draws from this corpus", fix)
 
 
 @rule()
-def run_supports_phases(run: PlannedRun) -> list[Problem]:
+def run_supports_phases(run: PlannedRun) -> Iterator[Problem]:
     """Check that the run counts steps and saves checkpoints, from which each phase starts."""
     config = run.config
     checkpoint, schedule = config.checkpoint, config.lr_scheduler
@@ -65,11 +62,9 @@ def run_supports_phases(run: PlannedRun) -> list[Problem]:
         ),
         "finetune.objective": (config.finetune.stores_reference, "the stored reference is of one row length"),
     }
-    return [
-        run.problem(key, f"[phases] are set: {why}", "change it, or remove [phases]")
-        for key, (is_wrong, why) in wrong.items()
-        if is_wrong
-    ]
+    for key, (is_wrong, why) in wrong.items():
+        if is_wrong:
+            yield run.problem(key, f"[phases] are set: {why}", "change it, or remove [phases]")
 
 
 @rule(DataError)
@@ -90,11 +85,9 @@ def resumed_phase_is_the_same(run: PlannedRun) -> list[Problem]:
 
 
 @note
-def phase_notes(run: PlannedRun) -> list[str]:
+def phase_notes(run: PlannedRun) -> Iterator[str]:
     """Note what each phase sets."""
-    lines = []
     for phase in run_phases(run.config)[1:]:
         values = run.config.phases[phase.name].values().items()
         changes = ", ".join(f"{key} {quote(value)}" for key, value in values)
-        lines.append(f"phase {phase.name} from step {phase.start + 1} to {phase.end}: {changes}")
-    return lines
+        yield f"phase {phase.name} from step {phase.start + 1} to {phase.end}: {changes}"

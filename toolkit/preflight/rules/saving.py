@@ -9,24 +9,23 @@ from toolkit.preflight.planned_run import PlannedRun, rule
 
 
 @rule()
-def checkpoints_can_be_saved(run: PlannedRun) -> list[Problem]:
+def checkpoints_can_be_saved(run: PlannedRun) -> Iterator[Problem]:
     """Check that checkpoints to keep are saved, in a way that the device supports."""
-    options, problems = run.config.checkpoint, []
+    options = run.config.checkpoint
     if options.keep_every_n and options.keep_every_n % options.interval:
         rule = (
             f"must be a multiple of checkpoint.interval, which is {options.interval}: no other step is saved"
         )
         near = options.interval * -(-options.keep_every_n // options.interval)
-        problems.append(run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}"))
-    problems += _best(run)
+        yield run.problem("checkpoint.keep_every_n", rule, f"the nearest is {near}")
+    yield from _best(run)
     if options.async_mode == "async_with_pinned_mem" and run.hardware.device == "cpu":
         rule = "pinned memory is for copies from a GPU, and this device is a CPU"
-        problems.append(run.problem("checkpoint.async_mode", rule, 'set it to "async"'))
+        yield run.problem("checkpoint.async_mode", rule, 'set it to "async"')
     if options.create_seed_checkpoint and run.start.steps:
         rule = f"is for a new run, but {run.checkpoints} already has step {max(run.start.steps)}"
         fix = "remove it to resume from there, or use another job.dump_folder"
-        problems.append(run.problem("checkpoint.create_seed_checkpoint", rule, fix))
-    return problems
+        yield run.problem("checkpoint.create_seed_checkpoint", rule, fix)
 
 
 def _best(run: PlannedRun) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from toolkit.config.schema import ALTERNATIVES, is_set, overridden_keys
 from toolkit.errors import Problem
@@ -61,43 +62,35 @@ def total_steps_act(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def learning_rate_above_zero(run: PlannedRun) -> list[Problem]:
+def learning_rate_above_zero(run: PlannedRun) -> Iterator[Problem]:
     """Check that no schedule reaches a rate of 0 before the run ends, because it would stay there."""
     schedule, training = run.config.lr_scheduler, run.config.training
     if schedule.total_steps is None or schedule.decay_type not in _TO_ZERO or schedule.min_lr_factor > 0:
-        return []
+        return
     if training.epochs:
         length = f"the run is {training.epochs} epochs long, in a number of steps not known yet"
         fix = "remove total_steps, so that the schedule is as long as the run"
     elif schedule.total_steps < training.steps:
         length, fix = f"training.steps is {training.steps}", f"set total_steps to at least {training.steps}"
     else:
-        return []
-    return [
-        run.problem(
-            "lr_scheduler.total_steps",
-            f"the schedule ends at a learning rate of 0, but {length}",
-            f"{fix}, or set lr_scheduler.min_lr_factor above 0",
-        )
-    ]
+        return
+    yield run.problem(
+        "lr_scheduler.total_steps",
+        f"the schedule ends at a learning rate of 0, but {length}",
+        f"{fix}, or set lr_scheduler.min_lr_factor above 0",
+    )
 
 
 @note
-def schedule_notes(run: PlannedRun) -> list[str]:
+def schedule_notes(run: PlannedRun) -> Iterator[str]:
     """Note values that are overridden or shortened."""
     schedule, training = run.config.lr_scheduler, run.config.training
-    messages = []
     if training.epochs and is_set(run.config, "training.steps"):
         where = run.config.origin("training.steps")
-        messages.append(
-            f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})"
-        )
-    messages += [
-        f"{key} {run.config.value(key)} replaces {other} ({run.config.origin(other)})"
-        for key, other in ALTERNATIVES.items()
-        if run.config.depth(key) < run.config.depth(other) < math.inf
-    ]
+        yield f"training.epochs {training.epochs} replaces training.steps {training.steps} ({where})"
+    for key, other in ALTERNATIVES.items():
+        if run.config.depth(key) < run.config.depth(other) < math.inf:
+            yield f"{key} {run.config.value(key)} replaces {other} ({run.config.origin(other)})"
     steps = schedule.total_steps or (None if training.epochs else training.steps)
     if steps:  # with epochs, unknown until the corpus is opened
-        messages += shortened_phases(schedule, steps)
-    return messages
+        yield from shortened_phases(schedule, steps)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from toolkit.config.schema import registry
 from toolkit.errors import Problem
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
 @rule()
-def streams_one_text(run: PlannedRun) -> list[Problem]:
+def streams_one_text(run: PlannedRun) -> Iterator[Problem]:
     """Check that the run's options support streaming, which reads a single text of unknown length."""
     config = run.config
     if not config.data.streaming:
-        return []
+        return
     wrong = {
         "data.streaming": (bool(config.data.mixture), "a mixture needs the lengths of its corpora"),
         "data.packing": (not config.data.packing, "a stream packs documents end to end"),
@@ -31,26 +33,22 @@ def streams_one_text(run: PlannedRun) -> list[Problem]:
     }  # fmt: skip
     key = "training.format" if config.training.format is not None else "data.format"
     wrong[key] = (config.value(key) != "text", "conversations cannot be streamed")
-    return [
-        run.problem(key, f"data.streaming is on: {why}", "change it, or set data.streaming = false")
-        for key, (is_wrong, why) in wrong.items()
-        if is_wrong
-    ]
+    for key, (is_wrong, why) in wrong.items():
+        if is_wrong:
+            yield run.problem(key, f"data.streaming is on: {why}", "change it, or set data.streaming = false")
 
 
 @note
-def streaming_notes(run: PlannedRun) -> list[str]:
+def streaming_notes(run: PlannedRun) -> Iterator[str]:
     """Note the cost of streaming without workers, and the options that streaming ignores."""
     if not run.config.data.streaming:
-        return []
+        return
     options = run.config.training.dataloader
-    ignored = [
-        name for name in ("persistent_workers", "prefetch_factor", "pin_memory") if getattr(options, name)
-    ]
-    messages = [f"training.dataloader.{name} has no effect with data.streaming" for name in ignored]
+    for name in ("persistent_workers", "prefetch_factor", "pin_memory"):
+        if getattr(options, name):
+            yield f"training.dataloader.{name} has no effect with data.streaming"
     if not options.num_workers:
-        messages.append(
+        yield (
             "data.streaming without workers: ranks wait while text is tokenized; set "
             "training.dataloader.num_workers = 1 or more to tokenize in the background"
         )
-    return messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 
 from toolkit.config.schema import DEFAULT
 from toolkit.errors import Problem, divisors, join_or, nearest_multiple
@@ -66,7 +67,7 @@ def async_tensor_parallel_runs(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def sequence_divides(run: PlannedRun) -> list[Problem]:
+def sequence_divides(run: PlannedRun) -> Iterator[Problem]:
     """Check that the sequence length is divisible by the context-parallel degree, and the shard by the
     tensor-parallel degree."""
     options = run.config.parallelism
@@ -76,7 +77,6 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
     parts = [f"2·cp = {2 * cp}" if balanced else f"cp = {cp}"] if cp > 1 else []
     parts += [f"tp = {tp}"] if tp > 1 else []
     validation = ["validation.seq_len"] if run.config.validation.enable else []
-    problems = []
     for key in ["training.seq_len", *validation]:
         length = run.config.value(key)
         if length % unit == 0:
@@ -89,15 +89,14 @@ def sequence_divides(run: PlannedRun) -> list[Problem]:
             fixes.append(f"{_TP} to {math.gcd(length, tp)}")
         if run.config.origin(key) != DEFAULT or not fixes:
             fixes.insert(0 if run.blame(key, _CP, _TP) == key else len(fixes), nearest)
-        problems.append(run.problem(key, rule, f"set {join_or(fixes)}", _CP, _TP))
-    return problems
+        yield run.problem(key, rule, f"set {join_or(fixes)}", _CP, _TP)
 
 
 @rule()
-def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
+def ring_has_a_kernel(run: PlannedRun) -> Iterator[Problem]:
     """Check that ring attention can use the flash kernel, which returns the log-sum-exp that it needs."""
     if not _takes_ring(run):
-        return []
+        return
     from toolkit.preflight.rules.attention import active_window, lacks_window
 
     choice, on_gpu = run.attention, run.hardware.device != "cpu"
@@ -116,11 +115,10 @@ def ring_has_a_kernel(run: PlannedRun) -> list[Problem]:
         ),
         (window is not None, lacks_window(run, window or 0), f"training.seq_len to {window} or less"),
     ]
-    return [
-        run.problem(_ROTATE, f"a ring uses the flash kernel, which {why}", f'set {fix}, or keep "allgather"')
-        for wrong, why, fix in misfits
-        if wrong
-    ]
+    for wrong, why, fix in misfits:
+        if wrong:
+            rule = f"a ring uses the flash kernel, which {why}"
+            yield run.problem(_ROTATE, rule, f'set {fix}, or keep "allgather"')
 
 
 @rule()
@@ -138,27 +136,26 @@ def _takes_ring(run: PlannedRun) -> bool:
 
 
 @note
-def tensor_notes(run: PlannedRun) -> list[str]:
+def tensor_notes(run: PlannedRun) -> Iterator[str]:
     """Note layouts that work but are slow, and options that have no effect."""
-    options, messages = run.config.parallelism, []
+    options = run.config.parallelism
     tp, ranks_per_node = options.tensor_parallel_degree, _ranks_per_node()
     if ranks_per_node and tp > ranks_per_node:
-        messages.append(
+        yield (
             f"{_TP} {tp} is more than the {ranks_per_node} ranks of a node: every block waits four times for "
             f"the network between nodes; {_CP} and {_PP} communicate less"
         )
     if tp > 1 and options.disable_loss_parallel:
-        messages.append(
+        yield (
             f"parallelism.disable_loss_parallel gathers all logits on each of {tp} ranks, which then compute "
             "the same loss; without it only three values per token are exchanged"
         )
     ring = options.context_parallel_rotate_method == "alltoall" and options.context_parallel_degree > 1
     if ring and not _takes_ring(run):
-        messages.append(
+        yield (
             f'{_ROTATE} = "alltoall" gathers, as "allgather" does: a ring uses the flash kernel, which '
             "on CUDA supports no document mask; use data.document_mask = false for a ring"
         )
-    return messages
 
 
 def _ranks_per_node() -> int | None:

@@ -29,25 +29,24 @@ _IN_HF = "checkpoint.initial_load_in_hf"
 
 
 @rule()
-def weights_options_act(run: PlannedRun) -> list[Problem]:
+def weights_options_act(run: PlannedRun) -> Iterator[Problem]:
     """Check that the options for loading and exporting Hugging Face folders are consistent."""
-    options, problems = run.config.checkpoint, []
+    options = run.config.checkpoint
     if options.initial_load_in_hf and not options.initial_load_model_only:
         rule = "a Hugging Face folder contains only weights, not the optimizer, step and data position"
         fix = "set checkpoint.initial_load_model_only = true"
-        problems.append(run.problem("checkpoint.initial_load_model_only", rule, fix))
+        yield run.problem("checkpoint.initial_load_model_only", rule, fix)
     if options.initial_load_in_hf and "model" in options.exclude_from_loading:
         rule = "a Hugging Face folder contains only the model"
         fix = "remove model from it, or set checkpoint.initial_load_in_hf = false"
-        problems.append(run.problem("checkpoint.exclude_from_loading", rule, fix))
+        yield run.problem("checkpoint.exclude_from_loading", rule, fix)
     every = options.hf_export_interval
     if every and every % options.interval:
         rule = f"must be a multiple of checkpoint.interval, which is {options.interval}: exports follow saves"
         near = options.interval * -(-every // options.interval)
-        problems.append(run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}"))
+        yield run.problem("checkpoint.hf_export_interval", rule, f"the nearest is {near}")
     if options.push_to_hub is not None:
-        problems += _unpushed(run, options.push_to_hub)
-    return problems
+        yield from _unpushed(run, options.push_to_hub)
 
 
 def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
@@ -61,19 +60,18 @@ def _unpushed(run: PlannedRun, repository: str) -> list[Problem]:
 
 
 @note
-def weights_notes(run: PlannedRun) -> list[str]:
+def weights_notes(run: PlannedRun) -> Iterator[str]:
     """Note that a different folder than the given one, or only a part of it, is read."""
     start = run.start
     path = run.config.checkpoint.initial_load_path
     if start.weights is None:
-        return []
-    notes = [*_other_classes(run, start.weights), *_no_dropout(start.weights), *_ignored(start.weights)]
+        return
+    yield from (*_other_classes(run, start.weights), *_no_dropout(start.weights), *_ignored(start.weights))
     if path and start.weights != expand_user(path):
-        notes.append(
+        yield (
             f"checkpoint.initial_load_path {path} is a checkpoint: the Hugging Face folder {start.weights}, "
             "which its run exported at that step, is loaded"
         )
-    return notes
 
 
 def _no_dropout(folder: Path) -> list[str]:
