@@ -186,7 +186,7 @@ class HFConfig:
             }
         if self.sliding_window:
             fields["sliding_window"] = args.sliding_window
-        fields |= {**self.extra, **self.write_moe(args)}
+        fields |= {**self.extra, **(self.write_moe(args, args.moe) if args.moe else {})}
         if self.read_moe(Fields(fields)) != args.moe:
             raise DataError(f"the config.json of {self.display_name} cannot describe {args.moe}")
         return dict(sorted(fields.items()))
@@ -207,9 +207,15 @@ class HFConfig:
             fields.reject("num_experts_per_tok", f"must be at most {key}, which is {experts}")
         return experts, top_k
 
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        """Return the fields that :meth:`read_moe` reads."""
-        return {}
+    def write_moe(self, args: ModelArgs, moe: MoEArgs) -> dict[str, Any]:
+        """Return the fields that :meth:`read_moe` reads, here by their names in a Mixtral."""
+        return {
+            "intermediate_size": moe.ffn_dim,
+            "num_experts_per_tok": moe.top_k,
+            "num_local_experts": moe.num_experts,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        }
 
     @property
     def classifier(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,8 @@ class MLAConfig(HFConfig):
     def write(self, args: ModelArgs, **others: Any) -> dict[str, Any]:
         mla = args.mla
         assert mla is not None
-        fields = super().write(args, **others)
-        fields |= {
-            **self.fixed,
-            "head_dim": mla.qk_rope_head_dim,
-            "kv_lora_rank": mla.kv_lora_rank,
-            "q_lora_rank": mla.q_lora_rank or None,
-            "qk_nope_head_dim": mla.qk_nope_head_dim,
-            "qk_rope_head_dim": mla.qk_rope_head_dim,
-            "v_head_dim": mla.v_head_dim,
-        }
+        fields = super().write(args, **others) | self.fixed | asdict(mla)
+        fields |= {"head_dim": mla.qk_rope_head_dim, "q_lora_rank": mla.q_lora_rank or None}
         return dict(sorted(fields.items()))
 
     def read_moe(self, fields: Fields) -> MoEArgs:
@@ -95,9 +87,7 @@ class MLAConfig(HFConfig):
             first_dense=dense,
         )
 
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        moe = args.moe
-        assert moe is not None
+    def write_moe(self, args: ModelArgs, moe: MoEArgs) -> dict[str, Any]:
         return {
             "first_k_dense_replace": moe.first_dense,
             "moe_intermediate_size": moe.ffn_dim,

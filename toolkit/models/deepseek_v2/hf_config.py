@@ -27,7 +27,6 @@ class DeepSeekV2Config(MLAConfig):
         fields.count("num_experts_per_tok")  # which has no default
         return super().read_moe(fields)
 
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        assert args.moe is not None
-        method = _LIMITED if args.moe.num_expert_groups else _GREEDY
-        return super().write_moe(args) | {"topk_method": method}
+    def write_moe(self, args: ModelArgs, moe: MoEArgs) -> dict[str, Any]:
+        method = _LIMITED if moe.num_expert_groups else _GREEDY
+        return super().write_moe(args, moe) | {"topk_method": method}

@@ -24,8 +24,9 @@ class _DeepSeekV3(ModelSpec):
         from toolkit.models.deepseek_v3.hf_config import DeepSeekV3Config
 
         return DeepSeekV3Config(
-            "deepseek_v3", "DeepseekV3ForCausalLM", "a DeepseekV3", 4096, experts=_EXPERTS
-        )
+            "deepseek_v3", "DeepseekV3ForCausalLM", "a DeepseekV3", 4096, experts=_EXPERTS,
+            extra={"num_nextn_predict_layers": 0},
+        )  # fmt: skip
 
     def hub(self) -> Hub:
         from toolkit.models.common.hub import Hub

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.mla_config import MLAConfig
 
 
@@ -19,6 +18,3 @@ class DeepSeekV3Config(MLAConfig):
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        return super().write_moe(args) | {"num_nextn_predict_layers": 0}

@@ -58,18 +58,9 @@ class GptOssConfig(HFConfig):
             swiglu_alpha=fields.positive("swiglu_alpha", 1.702),
         )  # fmt: skip
 
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        moe = args.moe
-        assert moe is not None
-        return {
-            "intermediate_size": moe.ffn_dim,
-            "num_experts_per_tok": moe.top_k,
-            "num_local_experts": moe.num_experts,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
-            "swiglu_alpha": moe.swiglu_alpha,
-            "swiglu_limit": moe.swiglu_limit,
-        }
+    def write_moe(self, args: ModelArgs, moe: MoEArgs) -> dict[str, Any]:
+        activation = {"swiglu_alpha": moe.swiglu_alpha, "swiglu_limit": moe.swiglu_limit}
+        return super().write_moe(args, moe) | activation
 
 
 def _layer_types(layers: int) -> list[str]:

@@ -32,6 +32,7 @@ class _Llama4(ModelSpec):
         return Llama4Config(
             "llama4_text", "Llama4ForCausalLM", "a Llama4", 131072, head_dim=128, n_kv_heads=8,
             norm_eps=1e-5, rope_theta=500000.0, multimodal_type="llama4", classifies=False,
+            extra={"router_jitter_noise": 0.0},
         )  # fmt: skip
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:

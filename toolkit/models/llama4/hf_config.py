@@ -69,18 +69,8 @@ class Llama4Config(HFConfig):
             step=fields.count("interleave_moe_layer_step", 1), score_before_experts=True,
         )  # fmt: skip
 
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        moe = args.moe
-        assert moe is not None
-        return {
-            "interleave_moe_layer_step": moe.step,
-            "intermediate_size": moe.ffn_dim,
-            "num_experts_per_tok": moe.top_k,
-            "num_local_experts": moe.num_experts,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
-            "router_jitter_noise": 0.0,
-        }
+    def write_moe(self, args: ModelArgs, moe: MoEArgs) -> dict[str, Any]:
+        return super().write_moe(args, moe) | {"interleave_moe_layer_step": moe.step}
 
     def _text(self, values: dict[str, Any], path: Path) -> dict[str, Any]:
         """Return the values of the text model inside a multimodal one."""

@@ -33,8 +33,9 @@ class _Mixtral(ModelSpec):
         from toolkit.models.mixtral.hf_config import MixtralConfig
 
         return MixtralConfig(
-            "mixtral", "MixtralForCausalLM", "a Mixtral", 131072, n_kv_heads=8, norm_eps=1e-5, rope_theta=1e6
-        )
+            "mixtral", "MixtralForCausalLM", "a Mixtral", 131072, n_kv_heads=8, norm_eps=1e-5, rope_theta=1e6,
+            extra={"router_jitter_noise": 0.0},
+        )  # fmt: skip
 
     def block(self, args: ModelArgs, layer: int) -> Sequence[ParameterRow]:
         return [replace(row, hf=_HF_NAMES.get(row.hf, row.hf)) for row in block_rows(args, layer)]

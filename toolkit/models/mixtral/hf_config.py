@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from toolkit.io.json_fields import Fields
-from toolkit.models.common.args import ModelArgs, MoEArgs
+from toolkit.models.common.args import MoEArgs
 from toolkit.models.common.hf_config import HFConfig
 
 
@@ -17,15 +15,3 @@ class MixtralConfig(HFConfig):
         if fields.values.get("router_jitter_noise", 0) != 0:
             fields.reject("router_jitter_noise", "must be 0: noise in the router's input is not supported")
         return MoEArgs(experts, top_k, fields.count("intermediate_size"), route_norm=True)
-
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        moe = args.moe
-        assert moe is not None
-        return {
-            "intermediate_size": moe.ffn_dim,
-            "num_experts_per_tok": moe.top_k,
-            "num_local_experts": moe.num_experts,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
-            "router_jitter_noise": 0.0,
-        }

@@ -29,9 +29,7 @@ class Qwen3MoEConfig(HFConfig):
             first_dense=len(dense),
         )
 
-    def write_moe(self, args: ModelArgs) -> dict[str, Any]:
-        moe = args.moe
-        assert moe is not None
+    def write_moe(self, args: ModelArgs, moe: MoEArgs) -> dict[str, Any]:
         return {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [layer for layer in range(args.n_layers) if not moe.has_experts(layer)],
