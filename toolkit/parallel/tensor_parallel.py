@@ -160,35 +160,22 @@ def _read(module: nn.Module, *, name: str, placement: ParameterPlacement) -> Any
     return local / parameter.device_mesh.shape[-1] if placement.divided else local
 
 
-def _adapter_placements(module: nn.Module, style: str) -> dict[str, ParameterPlacement]:
-    """Return the placements that ``module`` declares for its parameters added by fine-tuning."""
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout, *, style: str, **own: ParameterPlacement
+) -> None:
+    """Distribute a module's ``own`` parameters, and those added by fine-tuning with the placements that the
+    module declares for ``style``."""
     declared = getattr(module, "tensor_placements", {}).get(style, {})
-    return {name: _PLACEMENTS[placement] for name, placement in declared.items()}
-
-
-def _adapter(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Distribute a module added by fine-tuning, with the placements that it declares."""
-    distribute_parameters(module, mesh, **_adapter_placements(module, "adapter"))
-
-
-def _column(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard output features: the module takes full hidden states and returns this rank's features."""
-    distribute_parameters(module, mesh, weight=COLUMN, bias=COLUMN, **_adapter_placements(module, "column"))
+    added = {name: _PLACEMENTS[placement] for name, placement in declared.items()}
+    distribute_parameters(module, mesh, **own, **added)
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard input features: the module takes this rank's features and returns their sum, in ``layout``."""
-    distribute_parameters(module, mesh, weight=ROW, bias=ADDED_ONCE, **_adapter_placements(module, "row"))
+    _distribute(module, mesh, layout, style="row", weight=ROW, bias=ADDED_ONCE)
     if hasattr(module, "sum_over_ranks"):
         module.sum_over_ranks = partial(all_reduce, group=layout.group)  # type: ignore[assignment]
     module.register_forward_hook(lambda module, args, output: layout.reduce(output))
-
-
-def _experts(module: nn.Module, mesh: DeviceMesh, layout: HiddenLayout) -> None:
-    """Shard the width of every expert."""
-    added = _adapter_placements(module, "experts")
-    biases = {"w1_bias": ROW, "w2_bias": ADDED_ONCE, "w3_bias": ROW}
-    distribute_parameters(module, mesh, w1=ROW, w2=LAST, w3=ROW, **biases, **added)
 
 
 def _moe(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
@@ -363,12 +350,16 @@ class _GatherLogits(torch.autograd.Function):
 
 
 STYLES: dict[str, Callable[[nn.Module, DeviceMesh, HiddenLayout], None]] = {
-    "column": _column,
+    # Shard output features: the module takes full hidden states and returns this rank's features.
+    "column": partial(_distribute, style="column", weight=COLUMN, bias=COLUMN),
     "row": _row,
     "whole": _replicate,
-    "experts": _experts,
+    # Shard the width of every expert.
+    "experts": partial(
+        _distribute, style="experts", w1=ROW, w2=LAST, w3=ROW, w1_bias=ROW, w2_bias=ADDED_ONCE, w3_bias=ROW
+    ),
     "moe": _moe,
-    "adapter": _adapter,
+    "adapter": partial(_distribute, style="adapter"),
     "gather": _gather_input,
     "embedding": _embedding,
     "head": _head,
