@@ -72,21 +72,22 @@ class ChatFormat(ABC):
 
     def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
+        self.stop_ids = tokenizer.stop_ids
 
     @classmethod
     def fits(cls, tokenizer: ChatTokenizer) -> bool:
         """Return whether ``tokenizer`` has this format's special tokens."""
         return False
 
-    @abstractmethod
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
         """Return the ids of the dialog, with BOS if the format uses it.
 
-        ``generation_prompt`` appends the header of the answer to generate.
+        ``generation_prompt`` appends the header of the answer to generate, if the format has one.
 
         Raises:
                 DataError: The format does not support a message.
         """
+        return self.encode_turns(messages).ids
 
     @abstractmethod
     def encode_turns(self, messages: Sequence[Message]) -> Turns:

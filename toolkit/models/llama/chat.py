@@ -33,10 +33,9 @@ class Llama3Format(ChatFormat):
         return "<|start_header_id|>" in tokenizer.special_tokens
 
     def __init__(self, tokenizer: ChatTokenizer):
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
         self._bos, self._start, self._end, self._eot = special_ids(tokenizer, names, self.name)
-        self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
         return self.encode_turns(messages).ids + (self._header("assistant") if generation_prompt else [])
@@ -76,11 +75,7 @@ class Llama2Format(ChatFormat):
     def __init__(self, tokenizer: ChatTokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
             raise DataError(f"Llama 2's chat format needs BOS and EOS tokens, which {tokenizer.path} lacks")
-        self._tokenizer = tokenizer
-        self.stop_ids = tokenizer.stop_ids
-
-    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        return self.encode_turns(messages).ids
+        super().__init__(tokenizer)
 
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
         system, questions, answers = exchanges(messages, "Llama 2")

@@ -33,17 +33,13 @@ class MistralFormat(ChatFormat):
     def __init__(self, tokenizer: ChatTokenizer):
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
             raise DataError(f"Mistral's chat format needs BOS and EOS tokens, which {tokenizer.path} lacks")
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._bos, self._eos = tokenizer.bos_id, tokenizer.eos_id
-        self.stop_ids = tokenizer.stop_ids
         self._marks = [tokenizer.special_tokens[mark] for mark in _MARKS] if self.fits(tokenizer) else None
         # SentencePiece adds a space before any text, tokenizer.json only at the beginning of a prompt.
         spaced = tokenizer.encode_after(self._bos, " a") == tokenizer.encode("a")
         self._space = " " if spaced else ""
         self._strips = spaced or tokenizer.kind == "sentencepiece"
-
-    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        return self.encode_turns(messages).ids
 
     def encode_turns(self, messages: Sequence[Message]) -> Turns:
         system, questions, answers = exchanges(messages, "Mistral")
