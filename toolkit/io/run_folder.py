@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch.distributed as dist
-
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
+from toolkit.distributed.agreement import Ranks
 from toolkit.errors import ConfigError, Problem
 from toolkit.io.locks import claim
 
@@ -21,12 +20,8 @@ def claim_folders(config: Config) -> ExitStack:
         ConfigError: on every rank: rank 0 cannot write there, or another run is writing there.
     """
     locks = ExitStack()
-    problem: list[Problem | None] = [None]
-    if dist.get_rank() == 0:
-        problem = [_claim(config, locks)]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise ConfigError(problem[0])
+    if problem := Ranks().on_rank_0(lambda: _claim(config, locks)):
+        raise ConfigError(problem)
     return locks
 
 
