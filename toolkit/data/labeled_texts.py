@@ -15,7 +15,7 @@ import numpy as np
 from toolkit.data.columns import template_for
 from toolkit.data.corpus import CLASSIFICATION
 from toolkit.data.file_kinds import SourceError
-from toolkit.data.text_files import Chunk, check_text
+from toolkit.data.text_files import Chunk, row_text
 from toolkit.data.token_files import LABELS
 from toolkit.data.tokenize import Encoded
 from toolkit.data.tokenizers.tokenizer import Tokenizer
@@ -56,10 +56,7 @@ class LabeledTexts:
         Raises:
             DataError: There is no text, or the label is not a class.
         """
-        template = template_for(self.text_column, row, where)
-        for column in template.columns:
-            check_text(row[column], f"{where}: column {column!r}")
-        text = template.fill([row[column] for column in template.columns])
+        text = row_text(row, self.text_column, where)
         if not text:
             raise DataError(f"{where} has no text\n  fix:  remove the row, or add the text")
         return text, self._class(row.get(self.label_column), f"{where}: column {self.label_column!r}")

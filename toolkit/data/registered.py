@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 from toolkit.config.custom_import import user_location
 from toolkit.config.schema import registry
-from toolkit.data.columns import template_for
 from toolkit.data.corpus import Corpus
 from toolkit.data.file_kinds import RowShape
-from toolkit.data.text_files import CHUNK_BYTES, check_text
+from toolkit.data.text_files import CHUNK_BYTES, check_text, row_text
 from toolkit.errors import DataError
 
 Row = str | Mapping[str, Any]
@@ -58,10 +57,7 @@ class RegisteredChunk:
             return row
         if not isinstance(row, Mapping):
             raise DataError(f"{where} is of type {type(row).__name__}, not a text or a row by columns")
-        template = template_for(text_column, dict(row), where)
-        for column in template.columns:
-            check_text(row[column], f"{where}: column {column!r}")
-        return template.fill([row[column] for column in template.columns])
+        return row_text(dict(row), text_column, where)
 
 
 def _documents(given: Any) -> Iterator[Row]:

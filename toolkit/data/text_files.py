@@ -90,7 +90,7 @@ class TextChunk:
             # Only an empty file has an empty text; no part of a document is empty.
             return [text] if (text := self._text()) else []
         where = f"{self.path}, {self.unit}"
-        texts = (_row_text(row, text_column, f"{where} {number}") for number, row in self.rows())
+        texts = (row_text(row, text_column, f"{where} {number}") for number, row in self.rows())
         return [text for text in texts if text]
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -169,7 +169,9 @@ def _read_row(row: str, where: str, rule: str) -> dict[str, Any]:
     raise DataError(f"{where}: {what}\n  fix:  {rule}")
 
 
-def _row_text(values: Mapping[str, Any], text_column: str, where: str) -> str:
+def row_text(values: Mapping[str, Any], text_column: str, where: str) -> str:
+    """Return the text of a row, in a column or template. Raises DataError if a column is missing or its value
+    is not a string or null."""
     template = template_for(text_column, values, where)
     for column in template.columns:
         check_text(values[column], f"{where}: column {column!r}")
