@@ -51,7 +51,7 @@ from toolkit.optim.optimizer import build_optimizer as build_optimizer
 from toolkit.optim.optimizer_state import optimizer_tensors
 from toolkit.parallel.init_weights import initialize
 from toolkit.parallel.objective import count_valid
-from toolkit.phases import train_in_phases
+from toolkit.run_phases import train_in_phases
 from toolkit.step_hooks import StepHook
 from toolkit.trainer import Trainer
 from toolkit.weights.export import export_hf as export_folder

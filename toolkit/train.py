@@ -55,7 +55,7 @@ def _train(config: Config, faults: FaultReporter | None, checked_device: str) ->
     from toolkit.distributed import process_group
     from toolkit.health.watch import health_hooks
     from toolkit.metrics.startup_timer import StartupTimer
-    from toolkit.phases import train_in_phases
+    from toolkit.run_phases import train_in_phases
     from toolkit.trainer import Trainer
 
     timer = StartupTimer(enabled=is_rank_0)

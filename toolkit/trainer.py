@@ -53,12 +53,17 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """Parts that the trainers of a run's phases share: the time limit, and process groups, which take much
-    memory on GPUs."""
+    """State that the trainers of a run's phases share: time limit, request to stop, locked folders, process
+    groups and history."""
 
     def __init__(self, config: Config):
         self.deadline = Deadline(config.job.time_limit, os.environ)
-        self.groups: dict[ParallelDims, tuple[Mesh, dist.ProcessGroup]] = {}
+        self.request: StopRequest | None = None  # from the first step on
+        self.claimed = claim_folders(config)
+        self.file_group = process_group.new_file_group(timeout_seconds=config.comm.save_timeout_seconds)
+        self.meshes: dict[ParallelDims, Mesh] = {}
+        self.history: list[dict[str, Any]] = []
+        self.resume_step: int | None = None
 
 
 class Trainer:
@@ -66,7 +71,7 @@ class Trainer:
 
     Needs a process group. After :meth:`train`, ``history`` contains the logged values of this process.
     ``hooks`` are called around each step; add more before calling :meth:`train`. With a ``phase`` of the
-    run, only that one is trained; see :mod:`toolkit.phases`.
+    run, only that one is trained; see :mod:`toolkit.run_phases`.
     """
 
     history: list[dict[str, Any]]
@@ -82,18 +87,17 @@ class Trainer:
         phase: RunPhase | None = None,
         shared: Shared | None = None,
     ):
-        assert phase or not config.phases, "toolkit.phases trains a run in phases"
-        self.written, self.phase, self.shared = config, phase, shared or Shared(config)
+        assert phase or not config.phases, "toolkit.run_phases trains a run in phases"
+        self.run_config, self.phase, self.ended_phase = config, phase, False
         self.config = config = phase.config if phase else config
         self.data = data
         self.device = device
         self.seed = config.debug.seed or 0
         self.train_state = TrainState()
-        self._deadline = self.shared.deadline
         if config.debug.bitwise_data_parallel and device.type == "cpu":
             torch.set_num_threads(1)  # sums are split over threads, whose number follows that of the ranks
         set_deterministic(config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
-        self._claimed = claim_folders(config)
+        self.shared = shared or Shared(self.run_config)
         self.folder = expand_user(config.job.dump_folder)
         self._build_mesh()
         with timer("model"):
@@ -154,15 +158,11 @@ class Trainer:
         config = self.config
         layout = degrees(config.parallelism, dist.get_world_size())
         assert layout is not None, "the preflight checks the world size"
-        groups = self.shared.groups
-        if layout in groups:
-            process_group.set_timeout(config.comm.init_timeout_seconds)
-        else:
-            mesh = build_mesh(self.device, **asdict(layout))
-            process_group.set_timeout(config.comm.init_timeout_seconds)
-            timeout = config.comm.save_timeout_seconds
-            groups[layout] = mesh, process_group.new_file_group(timeout_seconds=timeout)
-        self.mesh, self.file_group = groups[layout]
+        meshes, self.file_group = self.shared.meshes, self.shared.file_group
+        if layout not in meshes:
+            meshes[layout] = build_mesh(self.device, **asdict(layout))
+        self.mesh = meshes[layout]
+        process_group.set_timeout(config.comm.init_timeout_seconds, except_for=self.file_group)
         shape = batch_shape(config.training, dp=self.mesh.dp_size)
         assert shape is not None, "the preflight checks the batch"
         self.batch = shape
@@ -253,7 +253,7 @@ class Trainer:
             self.config, self.folder, model_parts=self.model_parts, optimizer=self.optimizer,
             position=self.loader, state=self.train_state, group=self.file_group,
             metadata=run_metadata(
-                self.written, self.args, mesh=str(self.mesh), batch=self.batch,
+                self.run_config, self.args, mesh=str(self.mesh), batch=self.batch,
                 data_parallel=self.mesh.dp_size,
             )
             | self._reference,
@@ -308,10 +308,12 @@ class Trainer:
             ) from error
         finally:
             self.log.close()
-            self._claimed.close()
+            if not self.ended_phase:
+                self.shared.claimed.close()
 
     def _loop(self) -> int:
-        training, request = self.config.training, StopRequest(self._deadline)
+        training, deadline = self.config.training, self.shared.deadline
+        request = self.shared.request = self.shared.request or StopRequest(deadline)
         garbage = GarbageCollection(training.gc_freq, debug=training.gc_debug)
         self._batches = iter(self.loader)
         state, speed = self.train_state, self.speed
@@ -319,7 +321,7 @@ class Trainer:
         first = state.step + 1
         if state.step == 0 and self.validation and self.validation.due(0):
             self._measure("validation", request, self.validation.run)
-        self._deadline.begin()
+        deadline.begin()
         while state.step < self.end_step:
             state.step += 1
             step, last = state.step, state.step == self.total_steps
@@ -359,15 +361,15 @@ class Trainer:
                 self.checkpointer.after_step(speed.exclude, last=last, stop=stop or step == self.end_step)
             self.log.advance(step)
             garbage.after_step(step)
-            self._deadline.lap()
+            deadline.lap()
             if stop:
                 break
         else:
-            stop = False
+            self.ended_phase = state.step < self.total_steps
+        if self.ended_phase:
+            return EXIT_FINISHED
         request.release()
-        if state.step == self.total_steps:
-            return self._report_finished()
-        return self._report_stop(request) if stop else EXIT_FINISHED
+        return self._report_finished() if state.step == self.total_steps else self._report_stop(request)
 
     def resume_data(self, samples: int) -> None:
         """Resume the data at sample ``samples`` after the running trainer loaded a checkpoint."""
@@ -444,9 +446,11 @@ class Trainer:
             resume_step=state.step,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            config_text=self.written.to_toml(),
-            config=self.written.model_dump(),
+            config_text=self.run_config.to_toml(),
+            config=self.run_config.model_dump(),
         )
+        if self.shared.resume_step is None:
+            self.shared.resume_step = state.step
         if self.checkpointer:
             self.checkpointer.say = self.log.say
         for message in self._startup_messages():
@@ -511,14 +515,14 @@ class Trainer:
             saved = self.checkpointer.step_folder
         initial = self.validation.initial_losses(self.train_state) if self.validation else {}
         text = summary(
-            [{"step": 0, **initial}, *self.history],
+            [{"step": 0, **initial}, *self.shared.history, *self.history],
             steps=step,
             tensorboard=expand_user(self.config.metrics.save_tb_folder, inside=self.folder)
             if self.config.metrics.enable_tensorboard
             else None,
             checkpoint=saved,
-            resumed=self.log.resume_step,
-            first_loss=self.log.first_loss,
+            resumed=self.shared.resume_step or 0,
+            first_loss=self.log.first_loss if self.shared.resume_step else None,
             trained=self._describe_trained(),
             of_tokens=self.config.finetune.objective == "sft" and not self.args.classifier,
         )

@@ -191,7 +191,7 @@ def test_a_run_compares_its_ranks_and_leaves_a_heartbeat(tmp_path: Path) -> None
 
 def test_a_heartbeat_names_what_a_run_is_in(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat.json"
-    heart = Heartbeat(path, seconds=1000, rank=0, step=lambda: 7, finished=lambda: False)
+    heart = Heartbeat(path, seconds=1000, rank=0, step=lambda: 7, end=lambda: "stopped")
     heart.beat("training")
     first = path.read_text()
     heart.beat("training")

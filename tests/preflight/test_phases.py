@@ -1,4 +1,4 @@
-"""Phases as runs of their own: their mistakes, and what is told of them."""
+"""Phases as runs of their own: their mistakes, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_phase_is_checked_as_a_run(case: Bad, folder: Path) -> None:
         assert part in str(problem)
 
 
-def test_a_mistake_of_the_whole_run_is_told_once() -> None:
+def test_a_mistake_of_the_whole_run_is_reported_once() -> None:
     flags = _flags(f"{LONG} {SAVED} model.name=lama3")
     assert [it.key for it in check(configure(flags), world_size=1, hardware=CPU)] == ["model.name"]
 
@@ -62,7 +62,7 @@ def test_values_and_notes() -> None:
     assert "phase long from step 101 to 300: seq_len 512, rope_theta 1000000.0" in said
 
 
-def test_an_unknown_corpus_is_told_beside_other_mistakes() -> None:
+def test_an_unknown_corpus_is_reported_beside_other_mistakes() -> None:
     flags = _flags(f"{START} phases.long.weights=web=1 {SAVED} model.name=lama3 phases.more.start_step=200")
     found = check(configure(flags), world_size=1, hardware=CPU)
     assert {it.key for it in found} == {"phases.long.weights", "phases.more.start_step", "model.name"}

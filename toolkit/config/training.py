@@ -341,7 +341,7 @@ class Phase(Table):
     local_batch_size: BatchSize | None = None
     """training.local_batch_size in this phase."""
     context_parallel_degree: Degree | None = None
-    """parallelism.context_parallel_degree in this phase."""
+    """parallelism.context_parallel_degree in this phase; needs data_parallel_shard_degree = -1."""
     rope_theta: PositiveFloat | None = None
     """model.rope_theta in this phase."""
     rope_scaling_factor: Annotated[float, Ge(1)] | None = None

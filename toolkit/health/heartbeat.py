@@ -24,9 +24,9 @@ class Heartbeat(StepHook):
     """
 
     def __init__(
-        self, path: Path, *, seconds: float, rank: int, step: Callable[[], int], finished: Callable[[], bool]
+        self, path: Path, *, seconds: float, rank: int, step: Callable[[], int], end: Callable[[], str]
     ):
-        self.path, self.seconds, self.step, self.finished = path, seconds, step, finished
+        self.path, self.seconds, self.step, self.end = path, seconds, step, end
         self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._state, self._written = "", 0.0
         self._done = step()
@@ -54,4 +54,4 @@ class Heartbeat(StepHook):
         self.beat(before)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.beat("failed" if kind else "finished" if self.finished() else "stopped")
+        self.beat("failed" if kind else self.end())

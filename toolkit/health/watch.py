@@ -30,14 +30,19 @@ def health_hooks(trainer: Trainer) -> list[StepHook]:
             seconds=options.heartbeat_seconds,
             rank=rank,
             step=lambda: trainer.train_state.step,
-            finished=lambda: (
-                trainer.train_state.step >= trainer.total_steps
-                or trainer.config.checkpoint.create_seed_checkpoint
-            ),
+            end=lambda: _end(trainer),
         )
         heartbeat.beat("starting")
         hooks.append(heartbeat)
     return hooks
+
+
+def _end(trainer: Trainer) -> str:
+    """Return the last state of a heartbeat without a failure."""
+    if trainer.ended_phase:
+        return "starting"
+    seed = trainer.config.checkpoint.create_seed_checkpoint
+    return "finished" if seed or trainer.train_state.step >= trainer.total_steps else "stopped"
 
 
 class Policies(StepHook):

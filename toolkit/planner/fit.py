@@ -101,8 +101,9 @@ def main(argv: Sequence[str]) -> int:
     hardware = detect(config.training.device)
     run = PlannedRun(config, int(world_size), hardware)
     runs = [replace(run, config=phase.config) for phase in run_phases(config)]
-    memory = max((forecast(run) for run in runs), key=lambda memory: memory.peak)
-    step = step_seconds(runs[0])
+    forecasts = [forecast(run) for run in runs]
+    worst = max(range(len(runs)), key=lambda n: forecasts[n].peak)
+    run, memory, step = runs[worst], forecasts[worst], step_seconds(runs[0])
     file = forecast_file(config)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"peak_gib": memory.peak / GIB, "step_seconds": step, **asdict(memory)}))

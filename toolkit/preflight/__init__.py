@@ -124,10 +124,10 @@ def _parts(run: PlannedRun) -> Iterator[tuple[PlannedRun, list[Rule]]]:
     with suppress(UnknownValue):
         if not any(rule.check(run) for rule in of_phases):
             parts = [phase.config for phase in run_phases(config)]
-            resumed = phase_after(config, run.start.manifest["step"] if run.start.manifest else 0).name
+            resumed = phase_after(config, run.start.step).name
     for config in parts:
         part = replace(run, config=config)
-        if config.phase != resumed and len(parts) > 1:  # the checkpoint is not of this phase
+        if config.phase != resumed:  # the checkpoint is not of this phase
             vars(part)["start"] = Start(replaced(config, ["checkpoint", "enable"], False), run.checkpoints)
         yield part, rules_of(part)
 

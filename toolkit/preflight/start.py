@@ -80,6 +80,12 @@ class Start:
         return parts_to_exclude(asked, self.manifest["run"]) if self.own and self.manifest else asked
 
     @property
+    def step(self) -> int:
+        """Number of finished steps that the run starts with."""
+        counted = self.manifest and self.resumes and "train_state" not in self.excluded
+        return self.manifest["step"] if self.manifest and counted else 0
+
+    @property
     def resumes_data(self) -> bool:
         """True if the run resumes the position in the data, and in the phase that counted it."""
         if self.manifest is None or not self.resumes or "dataloader" in self.excluded or self.config.phases:

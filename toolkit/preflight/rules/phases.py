@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.config.phases import phase_after, run_phases
 from toolkit.errors import DataError, Problem, quote
+from toolkit.models.from_config import weights_folder
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 
@@ -13,6 +14,7 @@ from toolkit.preflight.planned_run import PlannedRun, note, rule
 def phases_follow_one_another(run: PlannedRun) -> Iterator[Problem]:
     """Check that each phase has steps of its own and changes something."""
     phases, steps = run.config.phases, run.config.training.steps
+    mixture, first = run.config.data.mixture, run.config.in_phase("")
     taken: dict[int, str] = {}
     for name, phase in phases.items():
         key, start = f"phases.{name}.start_step", phase.start_step
@@ -21,8 +23,8 @@ def phases_follow_one_another(run: PlannedRun) -> Iterator[Problem]:
             yield run.problem(key, rule, f"set it from 1 to {steps - 1}", "training.steps")
         elif start in taken:
             yield run.problem(key, f"phase {taken[start]} starts there too", "set another step")
-        elif not phase.values():
-            fix = "set seq_len, global_batch_size, weights or another key, or remove the phase"
+        elif phase.weights.keys() <= mixture.keys() and run.config.in_phase(name) == first:
+            fix = "set seq_len, global_batch_size, weights or another key to another value, or remove it"
             yield run.problem(key, "the phase changes nothing", fix)
         taken.setdefault(start, name)
 
@@ -60,6 +62,13 @@ def run_supports_phases(run: PlannedRun) -> Iterator[Problem]:
             schedule.decay_type == "step" and schedule.step_size is None,
             "an epoch has other lengths in each phase; set lr_scheduler.step_size",
         ),
+        "finetune.adapter": (
+            config.finetune.adds
+            and weights_folder(config) is None
+            and config.checkpoint.initial_load_path is None
+            and any(phase.rope_theta or phase.rope_scaling_factor for phase in config.phases.values()),
+            "an adapter of random weights is tied to their model, and a phase changes its RoPE",
+        ),
         "finetune.objective": (config.finetune.stores_reference, "the stored reference is of one row length"),
     }
     for key, (is_wrong, why) in wrong.items():
@@ -73,7 +82,7 @@ def resumed_phase_is_the_same(run: PlannedRun) -> list[Problem]:
     config, start = run.config, run.start
     if start.manifest is None or not start.resumes or "dataloader" in start.excluded:
         return []
-    step, saved = start.manifest["step"], (start.manifest["run"].get("loader") or {}).get("phase", "")
+    step, saved = start.step, (start.manifest["run"].get("loader") or {}).get("phase", "")
     phase = phase_after(config, step)
     if saved == phase.name or (step == phase.start and saved == phase.previous):
         return []

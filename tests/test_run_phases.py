@@ -4,10 +4,14 @@ resumption, and their end."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import math
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch
 from tests.helpers import run_world
 from tests.training import MESHES as OF_TWO
 from tests.training import small_config
+from toolkit.compat import tomllib
 from toolkit.config import Config
 from toolkit.config.phases import run_phases
 from toolkit.data.batch_size import BatchShape
@@ -25,10 +30,10 @@ from toolkit.data.build import open_data
 from toolkit.data.build_loader import training_loader
 from toolkit.data.dataloader import Loader
 from toolkit.data.run_data import RunData
-from toolkit.errors import EXIT_FINISHED, DataError
+from toolkit.errors import EXIT_FINISHED, EXIT_REQUEUE, DataError
 from toolkit.health.watch import health_hooks
 from toolkit.metrics.startup_timer import StartupTimer
-from toolkit.phases import train_in_phases
+from toolkit.run_phases import train_in_phases
 from toolkit.step_hooks import StepHook, StepResult
 from toolkit.trainer import Trainer
 
@@ -44,15 +49,15 @@ def _config(folder: str | Path, parallelism: dict[str, Any] | None = None, **tab
     if not text.exists():
         lines = (json.dumps({"text": f"{n} times {n} is {n * n}"}) for n in range(300))
         text.write_text("\n".join(lines))
-    training = {"steps": STEPS, "seq_len": 64, "global_batch_size": 12, "local_batch_size": 2}
-    precision = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+    sizes = {"steps": STEPS, "seq_len": 64, "global_batch_size": 12, "local_batch_size": 2}
+    precision = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")
     mixture = {
         "text": {"dataset_path": str(text)},
         "other": {"dataset": "embedded_validation", "weight": 0.0},
     }
     return small_config(
         folder,
-        training={**training, "dataset": "c4_test", **dict.fromkeys(precision, "float64")},
+        training={"dataset": "c4_test", **sizes, **precision, **tables.pop("training", {})},
         data={"mixture": mixture},
         phases=PHASES,
         parallelism=parallelism or {},
@@ -143,22 +148,40 @@ class _Crash(StepHook):
             raise RuntimeError("crash")
 
 
-def _train(folder: Path, parallelism: dict[str, Any] | None = None, crash: int = 0, **tables: Any) -> Any:
+class _Terminate(StepHook):
+    """Sends SIGTERM to this process while the checkpoint of a step is saved."""
+
+    def __init__(self, at: int, trainer: Trainer):
+        self.at, self.trainer = at, trainer
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        if name == "checkpoint" and self.trainer.train_state.step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+
+def _train(
+    folder: Path,
+    parallelism: dict[str, Any] | None = None,
+    *hooks: Callable[[Trainer], StepHook],
+    **tables: Any,
+) -> Any:
     """Return the exit code, what each step logged and what was printed."""
     config = _config(folder, parallelism, **tables)
-    data, alive = open_data(config, progress=False), []
+    data, alive = open_data(config, progress=False), list[weakref.ref[Any]]()
 
     def build(**options: Any) -> Trainer:
-        gc.collect()
-        alive.append(sum(isinstance(it, torch.nn.Embedding) for it in gc.get_objects()))
+        assert not [it for it in alive if it() is not None], "an ended phase takes memory"
         trainer = Trainer(config, data, torch.device("cpu"), StartupTimer(enabled=False), **options)
-        trainer.hooks += [*health_hooks(trainer), _Crash(crash)]
+        trainer.hooks += [*health_hooks(trainer), *(hook(trainer) for hook in hooks)]
+        alive.extend(map(weakref.ref, (trainer.model_parts.models[0], trainer.optimizer, trainer.loader)))
+        files = trainer.file_group._get_backend(torch.device("cpu")).options._timeout
+        assert files.total_seconds() == config.comm.save_timeout_seconds
         return trainer
 
-    gc.collect()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code, trainer = train_in_phases(config, build)
-    assert alive == [0] * len(alive), "the model of an ended phase takes memory"
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     return code, [[record[key] for key in keys] for record in trainer.history], said.getvalue()
 
@@ -172,6 +195,12 @@ def _on_one_rank(folder: str) -> None:
     }
     runs["branch"] = _train(root / "branch", checkpoint=branch)
     runs["seed"] = _train(root / "seed", checkpoint={"create_seed_checkpoint": True})
+    runs["step 0"] = _train(
+        root / "step 0", checkpoint=branch | {"exclude_from_loading": ["train_state", "dataloader"]}
+    )
+    runs["terminated"] = _train(root / "terminated", None, partial(_Terminate, 6))
+    workers = {"dataloader": {"num_workers": 1}}
+    runs["workers"] = _train(root / "workers", training=workers)
     (root / "one.json").write_text(json.dumps(runs))
 
 
@@ -190,7 +219,7 @@ def _on_two_ranks(folder: str) -> None:
         runs[name] = _train(root / name, parallelism)
     for step in CRASHES:
         with pytest.raises(RuntimeError, match="crash"):
-            _train(root / f"crash {step}", crash=step)
+            _train(root / f"crash {step}", {}, lambda trainer, step=step: _Crash(step))
         runs[f"crash {step}"] = _train(root / f"crash {step}")
     if torch.distributed.get_rank() == 0:
         (root / "two.json").write_text(json.dumps(runs))
@@ -241,6 +270,27 @@ def test_a_run_resumes_in_or_between_phases(one: Any, two: Any, crash: int) -> N
 
 def test_a_run_branches_off_before_a_phase(one: Any) -> None:
     assert one["branch"][1] == one["whole"][1][6:]
+
+
+def test_a_run_that_counts_its_steps_anew_begins_with_the_first_phase(one: Any) -> None:
+    _, history, _ = one["step 0"]
+    assert [step for step, *_ in history] == list(range(1, STEPS + 1))
+    assert history[0][-1] > 11 * 60, "tokens of a batch of the first phase"
+
+
+def test_a_request_to_stop_at_the_end_of_a_phase_is_kept(one: Any) -> None:
+    code, history, said = one["terminated"]
+    assert code == EXIT_REQUEUE and history == one["whole"][1][:7]
+    assert "saved step 7 and stopped by SIGTERM" in said
+
+
+def test_workers_end_with_their_phase(one: Any) -> None:
+    assert one["workers"][:2] == one["whole"][:2]
+
+
+def test_the_folder_has_the_config_of_the_whole_run(folder: Path, one: Any) -> None:
+    written = tomllib.loads((folder / "whole" / "config.toml").read_text())
+    assert written["training"]["seq_len"] == 64 and written["phases"]["long"]["seq_len"] == 128
 
 
 def test_a_seed_checkpoint_ends(one: Any) -> None:
