@@ -43,5 +43,5 @@ def train_in_phases(config: Config, build: Callable[..., Trainer]) -> tuple[int,
         del trainer
         gc.unfreeze()  # the trainer froze what existed when it began
         gc.collect()
-        torch._dynamo.reset()  # otherwise the second row length would be compiled as a dynamic one
+        torch.compiler.reset()  # otherwise the second row length would be compiled as a dynamic one
         torch.cuda.empty_cache()
