@@ -202,8 +202,8 @@ def _out_of_time(folder: str, **checkpoint: Any) -> dict[str, Any]:
 def _slow_start(folder: str) -> int:
     """A run of an hour that takes 40 minutes to begin."""
     trainer = small_trainer(_config(Path(folder, "slow"), steps=3, job={"time_limit": 60}))
-    trainer._deadline._last -= 2400
-    trainer._deadline._end -= 2400
+    trainer.shared.deadline._last -= 2400
+    trainer.shared.deadline._end -= 2400
     trainer.train()
     return trainer.train_state.step
 
