@@ -320,7 +320,7 @@ class Trainer:
         speed.read()  # start measuring here
         first = state.step + 1
         if state.step == 0 and self.validation and self.validation.due(0):
-            self._measure("validation", request, self.validation.run)
+            self._measure("validation", request, self.validation.run, last=False)
         deadline.begin()
         while state.step < self.end_step:
             state.step += 1
