@@ -23,7 +23,7 @@ from toolkit.config.unsupported import UNSUPPORTED
 from toolkit.config.values import format_toml
 
 _CONFIG, _COMMANDS = "reference/config", "reference/commands.md"
-_GROUPS = [name for name in tables() if "." not in name]
+_GROUPS = list(dict.fromkeys(name.partition(".")[0] for name in tables()))
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "max_length": "length at most"}
 _KEY = re.compile(r"\b[a-z][a-z_0-9]*(?:\.[A-Za-z_0-9]+)+\b")
 _CODE = re.compile(rf"(?<![\[`])`(?:({_KEY.pattern})(?: = [^`]+)?|{NAME} ([a-z-]+)[^`]*)`(?![`\]])")
@@ -70,7 +70,7 @@ def _group(group: str) -> str:
     lines = []
     for name, table in tables().items():
         if f"{name}.".startswith(f"{group}."):
-            level = "#" if name == group else "##"
+            level = "##" if lines else "#"
             lines += [f"{level} [{name}] {{ #{name} }}", _prose(" ".join((table.__doc__ or "").split()))]
             lines += [_entry(field, f"{level}#") for field in fields() if field.table == name]
     return "\n\n".join(lines)
