@@ -67,7 +67,7 @@ def _pages() -> dict[str, str]:
 
 def _group(group: str) -> str:
     """Return the page of a table of the config and of those nested in it."""
-    lines = []
+    lines: list[str] = []
     for name, table in tables().items():
         if f"{name}.".startswith(f"{group}."):
             level = "##" if lines else "#"
