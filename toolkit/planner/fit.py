@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from toolkit.config import Config, load_config
+from toolkit.config import load_config
 from toolkit.config.phases import run_phases
 from toolkit.distributed.process_group import DTYPES
 from toolkit.errors import ConfigError, ToolkitError
@@ -23,7 +23,7 @@ from toolkit.launcher.supervisor import say
 from toolkit.planner.allocations import StepMemory
 from toolkit.planner.dry_run import distinct_ranks
 from toolkit.planner.fake_step import step_memory
-from toolkit.planner.layouts import fixed_batch
+from toolkit.planner.layouts import fixed_batch, with_settings
 from toolkit.planner.machines import machine_from_device
 from toolkit.planner.time import step_time
 from toolkit.preflight.planned_run import PlannedRun
@@ -56,18 +56,19 @@ def _alternatives(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     config, flags = run.config, ""
     for mode in ("selective", "full"):
         if config.activation_checkpoint.mode not in (mode, "full"):
-            option = {"selective_ac_option": "op"} if mode == "selective" else {}
+            settings = {"activation_checkpoint.mode": mode}
+            settings |= {"activation_checkpoint.selective_ac_option": "op"} if mode == "selective" else {}
             flags = f"--activation_checkpoint.mode {mode}"
-            flags += " --activation_checkpoint.selective_ac_option op" if option else ""
-            yield flags, replace(run, config=_changed(config, "activation_checkpoint", mode=mode, **option))
-    config = _changed(config, "activation_checkpoint", mode="full")
+            flags += " --activation_checkpoint.selective_ac_option op" if mode == "selective" else ""
+            yield flags, replace(run, config=with_settings(config, settings))
+    config = with_settings(config, {"activation_checkpoint.mode": "full"})
     if config.training.global_batch_size == -1:  # the batch would grow with the number of ranks
         config = fixed_batch(config, run.world_size)
         flags += f" --training.global_batch_size {config.training.global_batch_size}"
     accumulates = run.pp == 1 and not config.optimizer.early_step_in_backward
     if accumulates and config.training.local_batch_size > 1:
         flags += " --training.local_batch_size 1"
-        config = _changed(config, "training", local_batch_size=1)
+        config = with_settings(config, {"training.local_batch_size": 1})
         yield flags.strip(), replace(run, config=config)
     world = 2 * run.world_size
     while world <= _MOST_RANKS:
@@ -76,10 +77,6 @@ def _alternatives(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
             replace(run, config=config, world_size=world),
         )
         world *= 2
-
-
-def _changed(config: Config, table: str, **values: Any) -> Config:
-    return config.model_copy(update={table: getattr(config, table).model_copy(update=values)})
 
 
 def step_seconds(run: PlannedRun) -> float | None:

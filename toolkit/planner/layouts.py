@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 from toolkit.config import Config
+from toolkit.config.schema import replaced
 from toolkit.data.batch_size import batch_shape
 from toolkit.errors import divisors
 from toolkit.models.common.args import ModelArgs
@@ -167,9 +168,6 @@ def checkpointing_settings(config: Config) -> list[dict[str, Any]]:
 
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     """Return ``config`` with ``settings`` applied."""
-    tables: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
-        table, _, name = key.rpartition(".")
-        tables.setdefault(table, {})[name] = value
-    changed = {table: config.value(table).model_copy(update=values) for table, values in tables.items()}
-    return config.model_copy(update=changed)
+        config = replaced(config, key.split("."), value)
+    return config
