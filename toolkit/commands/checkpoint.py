@@ -12,6 +12,7 @@ FOLDER is a run's folder or its checkpoint folder, STEP a step-N in it, PATH eit
 storage (s3://bucket/run). average writes OUT/step-0, for checkpoint.initial_load_path and convert dcp-to-hf;
 without --last and --steps it takes all steps of each folder. combine writes a PEFT folder, whose rank is the
 sum of the ranks; BASE are the weights that the adapters were trained on, and a WEIGHT is 1 if not given.
+After PiSSA, combine BASE OUT TRAINED=1 INITIAL=-1 --trained-on RESIDUAL writes a LoRA of the original model.
 
 Exit codes: 0 no problem (for diff: equal), 1 diff found differences, 2 invalid arguments, 3 unusable
 checkpoint.
@@ -216,8 +217,11 @@ def _weighted(text: str) -> tuple[Path, float]:
     raise argparse.ArgumentTypeError(f"{text}: the weight {weight} is not a finite number")
 
 
-def combine(base: Path, out: Path, adapters: Sequence[tuple[Path, float]]) -> Iterator[str]:
-    """Write the weighted sum of ``adapters`` of ``base`` as the PEFT folder ``out``, and yield a summary.
+def combine(
+    base: Path, out: Path, adapters: Sequence[tuple[Path, float]], *, trained_on: Path | None
+) -> Iterator[str]:
+    """Write the weighted sum of ``adapters`` as the PEFT folder ``out``, an adapter of ``base``, and yield a
+    summary. ``trained_on`` is the model that they were trained on, if it is not ``base``.
 
     Raises:
         DataError, CheckpointError: an adapter cannot be read or combined, or ``out`` cannot be written.
@@ -225,14 +229,17 @@ def combine(base: Path, out: Path, adapters: Sequence[tuple[Path, float]]) -> It
     import torch
 
     from toolkit.distributed.agreement import Ranks
+    from toolkit.finetune.base import fingerprint
     from toolkit.finetune.combine import combine as combine_adapters
     from toolkit.finetune.open_adapter import open_adapter_on
     from toolkit.finetune.peft_folder import write_peft
     from toolkit.weights.open import open_weights
 
-    weights = open_weights(base)
+    weights = open_weights(trained_on or base)
     found = combine_adapters([(open_adapter_on(path, weights), weight) for path, weight in adapters])
     known = dict(found.base or {}) | {"place": str(base)}
+    if trained_on:
+        known["fingerprint"] = fingerprint(open_weights(base))
     write_peft(replace(found, base=known), out, dtype=torch.float32, others={}, ranks=Ranks(alone=True))
     yield f"{out}: a LoRA of rank {found.options.lora.rank}, the sum of {len(adapters)} adapters"
 
@@ -295,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     combined.add_argument("base", type=local_path, metavar="BASE")
     combined.add_argument("out", type=local_path, metavar="OUT")
     combined.add_argument("adapters", type=_weighted, nargs="+", metavar="ADAPTER=WEIGHT")
+    combined.add_argument("--trained-on", type=local_path, metavar="MODEL", help="if it is not BASE")
     which = averaged.add_mutually_exclusive_group()
     which.add_argument("--last", type=count, metavar="K", help="the newest K steps of each folder")
     which.add_argument("--steps", type=_steps, metavar="N,N", default=(), help="these steps of each folder")
@@ -337,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
         elif asked.action == "diff":
             lines = diff(asked.step, asked.other)
         elif asked.action == "combine":
-            lines = combine(asked.base, asked.out, asked.adapters)
+            lines = combine(asked.base, asked.out, asked.adapters, trained_on=asked.trained_on)
         elif asked.action == "average":
             if (asked.last or asked.steps) and all(it.name.startswith("step-") for it in asked.paths):
                 parser.error("--last and --steps choose steps of a folder, and each PATH is a step")

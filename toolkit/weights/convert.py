@@ -100,7 +100,7 @@ def prepare(
     path: Path,
     out: Path,
     *,
-    adapter: Path | None = None,
+    adapter: Path | Adapter | None = None,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
     tokenizer: Path | None = None,
@@ -166,11 +166,13 @@ def _absolute(path: Path) -> Path:
 
 
 def _open_source(
-    what: str, path: Path, adapter: Path | None, hashes: bool, ema: bool
+    what: str, path: Path, adapter: Path | Adapter | None, hashes: bool, ema: bool
 ) -> tuple[WeightSource, Adapter | None]:
     """Open the weights, and the adapter to merge."""
     if what == MERGE:
         assert adapter is not None
+        if isinstance(adapter, Adapter):
+            return open_weights(path, verify=hashes, ema=ema), adapter
         return with_adapter(open_weights(path, verify=hashes), adapter, verify=hashes, ema=ema)
     source, found = open_adapted(path, verify=hashes, ema=ema)
     if found is None:
