@@ -21,6 +21,7 @@ GROUPS: dict[str, Any] = {
     "ends": {"params": ["tok_embeddings.*", "output.*"], "lr": 1e-4},
     "norms": {"params": ["*norm.weight"], "lr": 2e-3, "weight_decay": 0.0},
     "head": {"params": ["output.*", "layers.1.*"], "weight_decay": 0.5},
+    "plain": {"params": ["layers.2.*.weight"], "name": "AdamW"},
 }
 
 
@@ -31,14 +32,17 @@ def _options(**options: Any) -> Optimizer:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("output.weight", ("ends", 0.1, 0.1)),
-        ("layers.1.ffn_norm.weight", ("norms", 2.0, 0.0)),
-        ("layers.1.attention.wq.weight", ("head", 1.0, 0.5)),
-        ("layers.1.attention.wo.weight", ("head", 1.0, 0.0)),
-        ("layers.0.attention.wq.weight", ("*", 1.0, 0.1)),
+        ("output.weight", ("ends", 0.1, 0.1, False)),
+        ("layers.1.ffn_norm.weight", ("norms", 2.0, 0.0, False)),
+        ("layers.1.attention.wq.weight", ("head", 1.0, 0.5, False)),
+        ("layers.1.attention.wo.weight", ("head", 1.0, 0.0, False)),
+        ("layers.0.attention.wq.weight", ("*", 1.0, 0.1, False)),
+        ("layers.2.attention.wq.weight", ("plain", 1.0, 0.1, True)),
     ],
 )
-def test_the_first_match_wins_and_no_decay_holds_in_groups(name: str, expected: tuple[str, float, float]):
+def test_the_first_match_wins_and_no_decay_holds_in_groups(
+    name: str, expected: tuple[str, float, float, bool]
+):
     options = _options(groups=GROUPS, no_decay=["*.wo.weight"])
     assert parameter_options(name, options, None) == pytest.approx(expected)
 
@@ -84,6 +88,7 @@ def _named(dtype: torch.dtype = torch.float64) -> list[tuple[str, nn.Parameter]]
         "tok_embeddings.weight",
         "layers.0.attention.wq.weight",
         "layers.1.ffn_norm.weight",
+        "layers.2.attention.wq.weight",
         "output.weight",
     )
     return [(name, nn.Parameter(torch.randn(16, 256, dtype=dtype))) for name in names]
@@ -99,11 +104,16 @@ def test_each_parameter_is_updated_as_by_an_optimizer_of_its_own(name: str, earl
     options = _options(**table)
     named = _named()
     config = Config(optimizer=options.model_copy(update={"early_step_in_backward": early}))
-    optimizer = build_optimizer(named, config, n_layers=2)
+    optimizer = build_optimizer(named, config, n_layers=3)
     alone = []
     for key, parameter in _named():
-        _, ratio, decay = parameter_options(key, options, 2)
-        own = _options(name=name, implementation="for-loop", lr=1e-3 * ratio, weight_decay=decay)
+        _, ratio, decay, adamw = parameter_options(key, options, 3)
+        own = _options(
+            name="AdamW" if adamw and name != "Adam" else name,
+            implementation="for-loop",
+            lr=1e-3 * ratio,
+            weight_decay=decay,
+        )
         alone.append((parameter, build_optimizer([(key, parameter)], Config(optimizer=own)), ratio))
     for rate in (1e-3, 5e-4):
         set_learning_rate(optimizer, rate)
@@ -123,10 +133,11 @@ def test_each_parameter_is_updated_as_by_an_optimizer_of_its_own(name: str, earl
 
 def test_a_line_per_group():
     sizes = {name: parameter.numel() for name, parameter in _named()}
-    found = list(summaries(sizes, _options(groups=GROUPS, layer_lr_decay=0.5), 2))
+    found = list(summaries(sizes, _options(groups=GROUPS, layer_lr_decay=0.5), 3))
     assert [it.describe(1e-3) for it in found] == [
-        "optimizer group ends: 8,192 elements, lr 1.25e-05 to 0.0001, weight decay 0.1",
-        "optimizer group *: 4,096 elements, lr 0.00025, weight decay 0.1",
-        "optimizer group norms: 4,096 elements, lr 0.001, weight decay 0",
+        "optimizer group ends: 8,192 elements, lr 6.25e-06 to 0.0001, weight decay 0.1",
+        "optimizer group *: 4,096 elements, lr 0.000125, weight decay 0.1",
+        "optimizer group norms: 4,096 elements, lr 0.0005, weight decay 0",
+        "optimizer group plain: 4,096 elements, lr 0.0005, weight decay 0.1, by AdamW",
     ]
-    assert [it.metric for it in found] == ["lr/ends", "lr", "lr/norms"]
+    assert [it.metric for it in found] == ["lr/ends", "lr", "lr/norms", "lr/plain"]

@@ -61,7 +61,7 @@ CASES: list[Bad] = [
         "such as tok_embeddings.weight;",
     ),
     bad("groups_apply", "optimizer.groups.head.lr=1e-4", "needs name patterns", key=f"{HEAD}.params"),
-    bad("groups_apply", "optimizer.groups.head.params=output.*", "sets no option", "lr or weight_decay"),
+    bad("groups_apply", "optimizer.groups.head.params=output.*", "sets no option", "weight_decay or name"),
     bad(
         "groups_apply",
         f"optimizer.lr=0 {HEAD}.params=output.* {HEAD}.lr=1e-4",
@@ -79,6 +79,24 @@ CASES: list[Bad] = [
         "in groups before it",
         key="optimizer.groups.again.params",
     ),
+    bad(
+        "groups_apply",
+        f"{HEAD}.params=output.* {HEAD}.name=AdamW",
+        "with optimizer.name = AdamW, AdamW or Adam updates these parameters anyway",
+        key=f"{HEAD}.name",
+    ),
+    bad(
+        "groups_apply",
+        f"optimizer.name=Muon {HEAD}.params=output.*,*norm.weight {HEAD}.name=AdamW",
+        "updates these parameters anyway",
+        key=f"{HEAD}.name",
+    ),
+    bad(
+        "some_matrices_are_trained",
+        f"optimizer.name=Muon {HEAD}.params=layers.* {HEAD}.name=AdamW",
+        "none is trained",
+        "remove name from some of optimizer.groups",
+    ),
     bad("average_is_used", "optimizer.ema_decay=0.999", "without checkpoints and validation"),
     bad(
         "average_is_used",
@@ -92,6 +110,14 @@ CASES: list[Bad] = [
         "has no average of its weights",
         'exclude_from_loading = ["ema"]',
         prepare=lambda folder: save(folder, 4),
+    ),
+    bad(
+        "checkpoint_has_this_optimizer_by_group",
+        f"optimizer.name=Muon {HEAD}.params=*.wo.weight {HEAD}.name=AdamW checkpoint.enable",
+        "has the state of another optimizer of layers.0.attention.wo.weight",
+        "set each group's name as in that run",
+        key=f"{HEAD}.name",
+        prepare=lambda folder: save(folder, 4, config='[optimizer]\nname = "Muon"\n'),
     ),
     bad("options_act", "optimizer.loraplus_lr_ratio=16", 'finetune.adapter = "none"'),
     bad(

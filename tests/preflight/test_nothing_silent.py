@@ -86,6 +86,7 @@ ACTS = {
     "optimizer.eps",
     "optimizer.weight_decay",
     "optimizer.groups.NAME.lr",
+    "optimizer.groups.NAME.name",
     "optimizer.groups.NAME.weight_decay",
     "optimizer.layer_lr_decay",
     "lr_scheduler.warmup_steps",

@@ -45,6 +45,8 @@ class ParameterGroup(Table):
 
     params: list[str] = []
     """Name patterns of the parameters, such as tok_embeddings.weight, output.* or *.experts.*."""
+    name: Literal["AdamW"] | None = None
+    """AdamW: update these parameters by AdamW, in a run with Muon or AdamW8bit. None: optimizer.name."""
     lr: NonNegativeFloat | None = None
     """Peak learning rate. None: optimizer.lr."""
     weight_decay: NonNegativeFloat | None = None
@@ -70,7 +72,7 @@ class Optimizer(Table):
     no_decay: Annotated[list[str], Needs("optimizer.weight_decay above 0")] = []
     """Name patterns of parameters without weight decay, such as *norm.weight."""
     groups: dict[Name, ParameterGroup] = {}
-    """Parameters with their own learning rate or weight decay, one table [optimizer.groups.NAME] each."""
+    """Parameters with their own options, one table [optimizer.groups.NAME] each."""
     layer_lr_decay: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Factor of the learning rate per layer below the head: the last block has it once, the first block of n
     has it n times, the embedding n + 1 times. 1 disables it; 0.9 to 0.99 are common in fine-tuning."""

@@ -65,7 +65,7 @@ class AdamW8bit(Optimizer):
         """Return the state before the first step: codes of the parameter's shape, and one scale per block."""
         state = {"step": torch.zeros(())}
         for moment in ("exp_avg", "exp_avg_sq"):
-            if in_8bit(parameter.shape):
+            if in_8bit(parameter.shape) and "adamw" not in group:
                 state[f"{moment}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
                 state[f"{moment}_scales"] = _scales(parameter)
             else:

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of each parameter, by its name. Imports no torch.
+"""Learning rate, weight decay and optimizer of each parameter, by its name. Imports no torch.
 
 The settings are ``optimizer.groups``, of which the first with a matching pattern applies; a decay of the
 learning rate with the distance from the head (``layer_lr_decay``; ELECTRA, arXiv:2003.10555, appendix A); and
@@ -21,16 +21,24 @@ class ParameterOptions(NamedTuple):
     Attributes:
         label: the group's name, "*" without one; with LoRA+, those of B matrices end in ".lora_b".
         lr_ratio: learning rate, relative to ``optimizer.lr``.
+        adamw: whether AdamW updates it in place of ``optimizer.name``.
     """
 
     label: str
     lr_ratio: float
     weight_decay: float
+    adamw: bool
 
 
 def group_of(name: str, options: Optimizer) -> str | None:
     """Return the name of the first group that matches a parameter."""
     return next((key for key, group in options.groups.items() if matches_any(name, group.params)), None)
+
+
+def by_adamw(name: str, options: Optimizer) -> bool:
+    """Return whether the group of a parameter asks for AdamW in place of ``optimizer.name``."""
+    key = group_of(name, options)
+    return key is not None and options.groups[key].name is not None
 
 
 def parameter_options(name: str, options: Optimizer, n_layers: int | None) -> ParameterOptions:
@@ -49,7 +57,8 @@ def parameter_options(name: str, options: Optimizer, n_layers: int | None) -> Pa
         label, ratio = f"{label}.lora_b", ratio * options.loraplus_lr_ratio
     if options.layer_lr_decay != 1:
         ratio *= options.layer_lr_decay ** _distance(name, n_layers)
-    return ParameterOptions(label, ratio, 0.0 if matches_any(name, options.no_decay) else decay)
+    decay = 0.0 if matches_any(name, options.no_decay) else decay
+    return ParameterOptions(label, ratio, decay, by_adamw(name, options))
 
 
 def _distance(name: str, n_layers: int | None) -> int:
@@ -69,6 +78,7 @@ class GroupSummary(NamedTuple):
     elements: int
     lr_ratios: tuple[float, float]
     weight_decays: tuple[float, float]
+    adamw: bool
 
     @property
     def metric(self) -> str:
@@ -81,7 +91,10 @@ class GroupSummary(NamedTuple):
             f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
             for least, most in ((lr * self.lr_ratios[0], lr * self.lr_ratios[1]), self.weight_decays)
         )
-        return f"optimizer group {self.label}: {self.elements:,} elements, lr {rates}, weight decay {decays}"
+        by = ", by AdamW" if self.adamw else ""
+        return (
+            f"optimizer group {self.label}: {self.elements:,} elements, lr {rates}, weight decay {decays}{by}"
+        )
 
 
 def summaries(sizes: Mapping[str, int], options: Optimizer, n_layers: int | None) -> Iterator[GroupSummary]:
@@ -94,4 +107,4 @@ def summaries(sizes: Mapping[str, int], options: Optimizer, n_layers: int | None
         ratios = [it.lr_ratio for _, it in of_label]
         decays = [it.weight_decay for _, it in of_label]
         ranges = (min(ratios), max(ratios)), (min(decays), max(decays))
-        yield GroupSummary(label, sum(size for size, _ in of_label), *ranges)
+        yield GroupSummary(label, sum(size for size, _ in of_label), *ranges, of_label[0][1].adamw)

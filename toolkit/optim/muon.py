@@ -35,7 +35,7 @@ from toolkit.config import Config
 from toolkit.distributed.dtensor import clean_name, local
 from toolkit.optim.optimizer import IMPLEMENTATIONS, AdamW, NamedParameters, parameter_groups
 from toolkit.optim.optimizer_state import adam_state
-from toolkit.optim.selection import is_block_matrix
+from toolkit.optim.selection import beyond_adamw
 
 _A, _B, _C = 3.4445, -4.775, 2.0315  # from the post
 BUCKET = 1 << 25
@@ -288,12 +288,12 @@ def _size(slices: Slices) -> int:
 
 def build(parameters: NamedParameters, config: Config) -> DistributedMuon:
     """Build the optimizer of a run. Muon updates the matrices of the blocks, including stacked experts; AdamW
-    updates all other parameters, including those of adapters."""
+    updates all other parameters, including those of adapters and of groups that ask for it."""
     options = config.optimizer
     named = [(clean_name(name), parameter) for name, parameter in parameters]
     groups: dict[bool, list[dict]] = {
         is_matrix: parameter_groups(
-            [(name, it) for name, it in named if is_block_matrix(name, it.shape) == is_matrix], config
+            [it for it in named if beyond_adamw(it[0], it[1].shape, options) == is_matrix], config
         )
         for is_matrix in (True, False)
     }

@@ -57,26 +57,27 @@ BUILDERS = {"AdamW8bit": "toolkit.optim.adamw_8bit", "Muon": "toolkit.optim.muon
 
 
 def parameter_groups(parameters: NamedParameters, config: Config) -> list[dict]:
-    """Build one group of trainable parameters per learning rate and weight decay; one empty group if nothing
-    is trainable.
+    """Build one group of trainable parameters per learning rate, weight decay and optimizer; one empty group
+    if nothing is trainable.
 
-    Before each step, ``lr`` of a group is set to the schedule's learning rate times its ``lr_ratio``.
+    Before each step, ``lr`` of a group is set to the schedule's learning rate times its ``lr_ratio``. Groups
+    that AdamW updates in place of ``optimizer.name`` have ``adamw`` set.
 
     Raises:
         ValueError: ``optimizer.layer_lr_decay`` is set without ``model.n_layers``.
     """
     options, n_layers = config.optimizer, config.model.n_layers
-    groups: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for wrapped_name, parameter in parameters:
         if parameter.requires_grad:
             name = clean_name(wrapped_name)
-            _, *key = parameter_options(name, options, n_layers)
-            groups[key[0], key[1]].append((name, parameter))
+            groups[parameter_options(name, options, n_layers)[1:]].append((name, parameter))
     if not groups:  # a pipeline stage whose blocks are all frozen
-        groups[1.0, options.weight_decay] = []
+        groups[1.0, options.weight_decay, False] = []
     return [
         {"params": named, "lr": options.lr * ratio, "lr_ratio": ratio, "weight_decay": decay}
-        for (ratio, decay), named in groups.items()
+        | ({"adamw": True} if adamw else {})
+        for (ratio, decay, adamw), named in groups.items()
     ]
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from toolkit.config.optimizer import Optimizer
+from toolkit.optim.groups import by_adamw
+
 BLOCK = 256
 """Elements of a row that share a scale."""
 _MIN_ELEMENTS = 4096
@@ -22,3 +25,10 @@ def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
 def in_8bit(shape: Sequence[int]) -> bool:
     """Return whether a parameter of this shape has 8-bit moments."""
     return len(shape) == 2 and shape[1] % BLOCK == 0 and math.prod(shape) >= _MIN_ELEMENTS
+
+
+def beyond_adamw(name: str, shape: Sequence[int], options: Optimizer) -> bool:
+    """Return whether Muon updates a parameter, or AdamW8bit stores its moments in 8 bits: the parameters of a
+    run with these optimizers that differ from one with AdamW."""
+    kinds = {"Muon": is_block_matrix(name, shape), "AdamW8bit": in_8bit(shape)}
+    return kinds.get(options.name, False) and not by_adamw(name, options)

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 
 from toolkit.checkpoint.manifest import check_files, dotted, read_manifest, saved_settings, step_folder
+from toolkit.config.optimizer import ParameterGroup
 from toolkit.config.schema import fields_by_key, registry
+from toolkit.config.toml_text import parse_toml
 from toolkit.data.batch_size import n_shards
 from toolkit.errors import CheckpointError, DataError, Problem, first_few, quote
+from toolkit.finetune.parameters import all_shapes, trained_names
 from toolkit.models.common.args import ModelArgs
+from toolkit.optim.selection import beyond_adamw
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 from toolkit.preflight.rules.model import CHANGEABLE
 
@@ -169,6 +173,32 @@ def checkpoint_has_this_optimizer(run: PlannedRun) -> list[Problem]:
     rule = f"the checkpoint {start.loaded} is from a run with {key} = {saved}, whose state {name} cannot load"
     fix = f"set it as in that run, or reset it {start.anew('optimizer')}"
     return [run.problem(key, rule, fix, *_FOUND_BY)]
+
+
+@rule(CheckpointError)
+def checkpoint_has_this_optimizer_by_group(run: PlannedRun) -> list[Problem]:
+    """Check that groups select the parameters of each optimizer as they did in the checkpoint."""
+    start, options = run.start, run.config.optimizer
+    if start.manifest is None or run.model is None or not start.resumes or "optimizer" in start.excluded:
+        return []
+    if checkpoint_has_optimizer(run) or checkpoint_has_this_optimizer(run):
+        return []
+    saved = parse_toml(start.manifest["run"].get("config", "")).get("optimizer", {}).get("groups", {})
+    groups = {name: ParameterGroup.model_validate(group) for name, group in saved.items()}
+    before = options.model_copy(update={"groups": groups})
+    shapes = all_shapes(run.model, run.config.finetune)
+    changed = [
+        name
+        for name in trained_names(shapes, run.model, run.config.finetune)
+        if beyond_adamw(name, shapes[name], before) != beyond_adamw(name, shapes[name], options)
+    ]
+    if not changed:
+        return []
+    of = first_few(sorted(changed), 3)
+    rule = f"the checkpoint {start.loaded} has the state of another optimizer of {of}"
+    fix = f"set each group's name as in that run, or reset the optimizer {start.anew('optimizer')}"
+    keys = [f"optimizer.groups.{name}.name" for name, group in options.groups.items() if group.name]
+    return [run.problem(next(iter(keys), "optimizer.name"), rule, fix, *_FOUND_BY)]
 
 
 @rule(CheckpointError)

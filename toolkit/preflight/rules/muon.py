@@ -6,7 +6,7 @@ import math
 
 from toolkit.errors import Problem
 from toolkit.finetune.parameters import all_shapes, trained_names
-from toolkit.optim.selection import is_block_matrix
+from toolkit.optim.selection import beyond_adamw
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _KEY = "optimizer.name"
@@ -19,7 +19,7 @@ def _updated(run: PlannedRun) -> tuple[list[int], int] | None:
         return None
     shapes = all_shapes(run.model, run.config.finetune)
     trained = trained_names(shapes, run.model, run.config.finetune)
-    matrices = {name for name in trained if is_block_matrix(name, shapes[name])}
+    matrices = {name for name in trained if beyond_adamw(name, shapes[name], run.config.optimizer)}
     sizes = [math.prod(shapes[name][-2:]) for name in matrices for _ in range(math.prod(shapes[name][:-2]))]
     return sizes, sum(math.prod(shapes[name]) for name in trained - matrices)
 
@@ -31,7 +31,10 @@ def some_matrices_are_trained(run: PlannedRun) -> list[Problem]:
     if updated is None or updated[0]:
         return []
     rule = "updates weights of the blocks' linear layers, but none is trained: AdamW would update everything"
-    return [run.problem(_KEY, rule, 'set it to "AdamW", or add weights to finetune.trainable')]
+    fix = 'set it to "AdamW", or add weights to finetune.trainable'
+    if any(group.name for group in run.config.optimizer.groups.values()):
+        fix = 'set it to "AdamW", or remove name from some of optimizer.groups'
+    return [run.problem(_KEY, rule, fix)]
 
 
 @rule()

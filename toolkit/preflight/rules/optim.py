@@ -8,6 +8,7 @@ from toolkit.config.name_patterns import unmatched
 from toolkit.errors import Problem, closest, first_few
 from toolkit.finetune.parameters import all_shapes, trained_names
 from toolkit.optim.groups import group_of
+from toolkit.optim.selection import beyond_adamw
 from toolkit.preflight.planned_run import PlannedRun, note, rule
 
 _EARLY = "optimizer.early_step_in_backward"
@@ -26,8 +27,11 @@ def groups_apply(run: PlannedRun) -> Iterator[Problem]:
     options, finetune, model = run.config.optimizer, run.config.finetune, run.model
     if model is None:
         return
-    trained = trained_names(all_shapes(model, finetune), model, finetune)
+    shapes = all_shapes(model, finetune)
+    trained = trained_names(shapes, model, finetune)
     used = {group_of(name, options) for name in trained}
+    alone = options.model_copy(update={"groups": {}})
+    beyond = {group_of(name, options) for name in trained if beyond_adamw(name, shapes[name], alone)}
     for name, group in options.groups.items():
         key = f"optimizer.groups.{name}"
         yield from (found := _unmatched(run, f"{key}.params"))
@@ -37,9 +41,12 @@ def groups_apply(run: PlannedRun) -> Iterator[Problem]:
         elif not found and name not in used:
             rule = "matches only parameters that are frozen or in groups before it"
             yield run.problem(f"{key}.params", rule, "remove the group, or set it before the others")
-        if group.lr is None and group.weight_decay is None:
+        if name in used and group.name and name not in beyond:
+            rule = f"with optimizer.name = {options.name}, AdamW or Adam updates these parameters anyway"
+            yield run.problem(f"{key}.name", rule, "remove it", "optimizer.name")
+        if group.lr is None and group.weight_decay is None and group.name is None:
             rule = f"[{key}] sets no option, so it has no effect"
-            fix = "set its lr or weight_decay, or remove the group"
+            fix = "set its lr, weight_decay or name, or remove the group"
             yield run.problem(f"{key}.params", rule, fix)
         if group.lr is not None and options.lr == 0:
             rule = f"{key}.lr is scheduled as a multiple of it"
