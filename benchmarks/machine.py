@@ -11,12 +11,15 @@ import torch
 from toolkit.hardware import cores
 
 
-def describe(device: str = "cpu") -> str:
-    """Processor, versions, and how busy the machine is."""
+def describe(device: str = "cpu", *, timed: bool = True) -> str:
+    """Processor, versions and, of what is ``timed``, how busy the machine is."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {cores()} cores"
+    about = f"{name}, torch {torch.__version__}, Python {platform.python_version()}."
+    if not timed:
+        return about
     return (
-        f"{name}, torch {torch.__version__}, Python {platform.python_version()}. The load average before the "
-        f"start was {os.getloadavg()[0]:.1f}: where it is not near 0, other work shared the cores."
+        f"{about} The load average before the start was {os.getloadavg()[0]:.1f}: where it is not near 0, "
+        "other work shared the cores."
     )
 
 

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "recipes"))
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     options = parser.parse_args()
-    machine, folder = describe(), options.folder.absolute()
+    machine, folder = describe(timed=False), options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         "# NEFTune, PiSSA and the average of the weights",

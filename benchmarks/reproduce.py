@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, help="JSON file of the losses to write")
     parser.add_argument("--plot", type=Path, help="PNG to write")
     options = parser.parse_args()
-    machine = describe()
+    machine = describe(timed=False)
     records = train(options.folder)
     text = report(records, samples(options.folder), "python -m benchmarks.reproduce", machine)
     print(text)

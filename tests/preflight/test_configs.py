@@ -37,6 +37,7 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
         ("debug_model", (1, 2, 4, 8), 5_245_184),
         ("debug_moe", (1, 2, 4, 8), 9_185_536),
         ("chat_debug", (1, 2, 4, 8), 5_245_184),
+        ("reproduce/books_15m", (1, 2, 4, 8), 15_735_168),
         ("llama3_1b", (1, 8, 64), 1_235_814_400),
         ("llama3_3b", (1, 8, 64), 3_212_749_824),
         ("llama3_8b", (8, 64), 8_030_261_248),
@@ -50,7 +51,7 @@ def load(path: Path, tmp_path: Path, *flags: str) -> Config:
     ],
 )
 def test_our_config(name: str, world_sizes: tuple[int, ...], parameters: int, tmp_path: Path) -> None:
-    own = [] if "debug" in name else LOCAL
+    own = [] if "debug" in name or "reproduce" in name else LOCAL
     own = [*own, "--checkpoint.initial_load_in_hf=false"] if "lora" in name else own
     config = load(ROOT / "train_configs" / f"{name}.toml", tmp_path, *own)
     assert config.training.global_batch_size != -1, "a run that is the same on any mesh"
@@ -72,7 +73,9 @@ def test_fine_tuning_takes_the_model_from_the_folder_of_its_weights(tmp_path: Pa
 def test_all_our_configs_are_tested() -> None:
     tested = {case[0] for case in test_our_config.pytestmark[0].args[1]}  # type: ignore[attr-defined]
     tested |= {"fine_tune"}
-    assert tested == {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
+    folder = ROOT / "train_configs"
+    paths = [*folder.glob("*.toml"), *folder.glob("reproduce/*.toml")]
+    assert tested == {path.relative_to(folder).with_suffix("").as_posix() for path in paths}
 
 
 @pytest.mark.parametrize(
