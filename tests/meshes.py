@@ -199,6 +199,8 @@ WORDS: dict[str, Settings] = {
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     "router": {"finetune.lora.target_modules": ["all-linear", "gate"]},
+    # Some rows of the embedding are trained beside it: tokens of the text, of both shards of a vocabulary.
+    "token-rows": {"finetune.trainable_token_indices": [300, 101, 32, 515]},
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
     "qlora": {**_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4"}), **_IN_BLOCKS},
@@ -299,6 +301,7 @@ CURVES = (
     "groups",
     "by-adamw",
     "loraplus",
+    "token-rows",
     "ema",
     "neftune",
     "distill",

@@ -30,6 +30,10 @@ def apply_finetune(model: Decoder, options: Finetune, *, frozen_dtype: torch.dty
         targets = lora_targets(args, options)
         apply_lora(model, targets, options.lora)
         apply_lora_to_experts(model, targets, options.lora)
+        if options.trainable_token_indices:
+            from toolkit.finetune.token_rows import apply_token_rows
+
+            apply_token_rows(model, options.trainable_token_indices)
     elif options.adds:
         apply_to_attention(model, args, options)
     named = dict(model.named_parameters())
@@ -83,8 +87,8 @@ def added_init(name: str, shape: tuple[int, ...]) -> Init:
 
 
 def init_from_weights(models: Iterable[Decoder]) -> None:
-    """Initialize DoRA's magnitudes, which depend on loaded weights."""
+    """Initialize DoRA's magnitudes and rows of the embedding, which depend on loaded weights."""
     for model in models:
         for module in model.modules():
-            if reset := getattr(module, "reset_magnitude", None):
+            if reset := getattr(module, "reset_from_weight", None):
                 reset()

@@ -12,7 +12,7 @@ import torch
 
 from toolkit.config.finetune import Finetune
 from toolkit.errors import DataError
-from toolkit.finetune.parameters import added_name, is_added, lora_targets
+from toolkit.finetune.parameters import TOKEN_ROWS, added_name, is_added, lora_targets
 from toolkit.finetune.saved_adapter import Adapter
 from toolkit.models.parameters import adaptable
 
@@ -21,11 +21,11 @@ def combine(adapters: Sequence[tuple[Adapter, float]]) -> Adapter:
     """Return the sum of ``adapters``, which have one base model, multiplied by their weights.
 
     Raises:
-        DataError: one of them is not a plain LoRA, or also contains trained weights of the model.
+        DataError: one of them is not a plain LoRA, or also contains trained weights or rows of the model.
     """
     for adapter, _ in adapters:
         lora = adapter.options.adapter == "lora" and not adapter.options.lora.use_dora
-        if not lora or not all(map(is_added, adapter.values)):
+        if not lora or not all(is_added(name) and name != TOKEN_ROWS for name in adapter.values):
             what = "has more than updates of LoRA" if lora else "is not a LoRA, or has magnitudes (DoRA)"
             raise DataError(f"{adapter.place} cannot be combined with others: it {what}")
     first = adapters[0][0]

@@ -74,7 +74,7 @@ class LoRALinear(nn.Linear):
         return self.sum_over_ranks(merged.to(precise).square().sum(dim=1)).sqrt()
 
     @torch.no_grad()
-    def reset_magnitude(self) -> None:
+    def reset_from_weight(self) -> None:
         """Set the magnitudes to the norms of the rows of the loaded weight, which may be sharded."""
         if self.magnitude is None:
             return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.finetune.parameters import added_name, is_added, lora_targets
+from toolkit.finetune.parameters import TOKEN_ROWS, added_name, is_added, lora_targets
 from toolkit.finetune.saved_adapter import Adapter
 from toolkit.io.tensor_file import Region, whole
 from toolkit.models.common.parameter_table import EMBEDDING, ParameterRow
@@ -55,17 +55,27 @@ class Merged(View):
     @property
     def changed(self) -> set[str]:
         """Names of the tensors that differ from the base."""
-        return self.updated.keys() | {name for name in self.adapter.values if not is_added(name)}
+        rows = {EMBEDDING} if TOKEN_ROWS in self.adapter.values else set()
+        return self.updated.keys() | rows | {name for name in self.adapter.values if not is_added(name)}
 
     def read(self, name: str, region: Region | None = None, out: Tensor | None = None) -> Tensor:
         stored = self.tensors[name]
         if name in self.updated:
             tensor = self._merge(self.updated[name], stored, region)
+        elif name == EMBEDDING and TOKEN_ROWS in self.adapter.values:
+            tensor = self._with_token_rows(stored, region)
         elif name in self.adapter.values:
             tensor = self.adapter.read(name, region)
         else:
             return self.base.read(name, region, out)
         return tensor.to(stored.dtype) if out is None else out.copy_(tensor)
+
+    def _with_token_rows(self, stored: StoredTensor, region: Region | None) -> Tensor:
+        rows, columns = whole(stored.shape) if region is None else region
+        table = self.base.read(EMBEDDING, (rows, columns)).to(stored.dtype)
+        place = torch.tensor(self.adapter.options.trainable_token_indices) - rows.start
+        own = (place >= 0) & (place < len(table))
+        return table.index_copy(0, place[own], self.adapter.values[TOKEN_ROWS][own, columns].to(table.dtype))
 
     def _merge(self, row: ParameterRow, stored: StoredTensor, region: Region | None) -> Tensor:
         *experts, rows, columns = whole(stored.shape) if region is None else region

@@ -12,6 +12,8 @@ from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterRow
 from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes, table
 
 _LORA = ("lora_a", "lora_b", "magnitude")
+TOKEN_ROWS = "tok_embeddings.token_rows"
+"""Rows of the embedding that are trained beside LoRA."""
 IN_ATTENTION = ".attention.adapter."
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 """Targets of LoRA: all linear layers and experts of the blocks; all weights of routed experts."""
@@ -23,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def is_added(name: str) -> bool:
     """Return whether the parameter ``name`` belongs to an adapter."""
-    return name.rpartition(".")[2].endswith(_LORA) or IN_ATTENTION in name
+    return name.rpartition(".")[2].endswith(_LORA) or IN_ATTENTION in name or name == TOKEN_ROWS
 
 
 def added_name(row: ParameterRow, part: str) -> str:
@@ -131,6 +133,8 @@ def _lora(args: ModelArgs, options: Finetune) -> Shapes:
         added[added_name(row, "lora_b")] = (*experts, rows, options.lora.rank)
         if options.lora.use_dora:
             added[added_name(row, "magnitude")] = (*experts, rows)
+    if options.trainable_token_indices:
+        added[TOKEN_ROWS] = (len(options.trainable_token_indices), args.dim)
     return added
 
 

@@ -16,6 +16,7 @@ from toolkit.errors import DataError, first_few, join_or, quote
 from toolkit.finetune.parameters import (
     ALL_LINEAR,
     IN_ATTENTION,
+    TOKEN_ROWS,
     added_name,
     added_shapes,
     is_added,
@@ -30,7 +31,7 @@ from toolkit.finetune.peft_experts import (
     fused_experts,
     targeted_experts,
 )
-from toolkit.io.json_fields import Fields, read_object
+from toolkit.io.json_fields import Fields, is_size, read_object
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterRow
 from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes, table
@@ -42,6 +43,7 @@ PROMPTS = "prompt_embeddings"
 _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 _ADAPTION = {"prompt": "adaption_prompt", "gate": "adaption_gate"}
 _CLASSIFIES = "SEQ_CLS"
 """PEFT's task_type of a classifier."""
@@ -50,7 +52,6 @@ _UNSUPPORTED = (
     "layer_replication",
     "fan_in_fan_out",
     "lora_bias",
-    "trainable_token_indices",
     "alora_invocation_tokens",
     "use_qalora",
     "use_bdlora",
@@ -184,7 +185,32 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     )
     # A classification head is always trained, even if it is not listed.
     others = (name for name in shapes if not is_added(name) and not is_classifier_head(name, args))
-    return Finetune(adapter="lora", lora=lora, trainable=sorted(others))
+    return Finetune(
+        adapter="lora",
+        lora=lora,
+        trainable=sorted(others),
+        trainable_token_indices=_token_indices(fields, args),
+    )
+
+
+def _token_indices(fields: Fields, args: ModelArgs) -> list[int]:
+    """Return the tokens whose rows of the embedding are trained; in PEFT, a list or lists by module."""
+    key = "trainable_token_indices"
+    found = fields.values.get(key) or []
+    if isinstance(found, dict):
+        lists = {name.rpartition(".")[2]: value for name, value in found.items()}
+        embedding, head = (table(args).to_hf(name).split(".")[-2] for name in (EMBEDDING, HEAD))
+        found = lists.pop(embedding, None)
+        if args.tie_embeddings and lists.get(head) == found:
+            lists.pop(head, None)
+        if lists:
+            fields.reject(key, f"may have only rows of {embedding}, and the same of a tied {head}")
+            return []
+    is_valid = isinstance(found, list) and all(map(is_size, found)) and len(set(found)) == len(found)
+    if not is_valid or max(found, default=0) >= args.vocab_size:
+        fields.reject(key, f"must be different tokens below {args.vocab_size}, the size of the vocabulary")
+        return []
+    return list(found)
 
 
 def _is_padded(values: Mapping[str, Any]) -> bool:
@@ -236,6 +262,7 @@ def _keys(found: Shapes, args: ModelArgs, experts: Sequence[FusedExperts], folde
     """Map our names of the parameters in ``found`` to the keys there."""
     names = [f"{it}.{part}" for it, row in adaptable(args).items() if not row.experts for part in _PARTS]
     names += [f"layers.{layer}{IN_ATTENTION}{part}" for layer in range(args.n_layers) for part in _ADAPTION]
+    names.append(TOKEN_ROWS)
     keys = {name: to_peft_name(name, args) for name in [*names, *parameter_shapes(args)]}
     # Some versions of PEFT add a suffix to magnitudes.
     keys = {
@@ -277,6 +304,8 @@ def _adaption_name(layer: int, part: str, args: ModelArgs) -> str:
 def to_peft_name(name: str, args: ModelArgs) -> str:
     """Return PEFT's name of a trained parameter, except those of a prefix and of experts."""
     module, _, part = name.rpartition(".")
+    if name == TOKEN_ROWS:
+        return _PREFIX + table(args).to_hf(EMBEDDING).removesuffix("weight") + _TOKEN_ROWS
     if part in _PARTS:
         return f"{_PREFIX}{_hf_module(adaptable(args)[module])}.{_PARTS[part]}"
     if IN_ATTENTION in name:
@@ -346,6 +375,8 @@ def peft_config(
             "modules_to_save": modules or None,
             "target_modules": linear,
         }
+        if options.trainable_token_indices:
+            config["trainable_token_indices"] = options.trainable_token_indices
         if parameters:
             config["target_parameters"] = parameters
         if any(len(it.rows) > 1 for it in experts):

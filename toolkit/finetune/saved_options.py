@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ from toolkit.finetune.peft_config import is_peft_folder, read_peft
 from toolkit.models.common.args import ModelArgs
 
 _TABLES = ("lora", "prefix_tuning", "llama_adapter")
-_KEYS = ("adapter", "trainable", "frozen", "freeze_first_layers", "freeze_last_layers")
+_KEYS = (
+    "adapter",
+    "trainable",
+    "trainable_token_indices",
+    "frozen",
+    "freeze_first_layers",
+    "freeze_last_layers",
+)
 _COMPARED = {
-    "lora": ("lora.rank", "lora.alpha", "lora.use_rslora", "lora.use_dora"),
+    "lora": ("lora.rank", "lora.alpha", "lora.use_rslora", "lora.use_dora", "trainable_token_indices"),
     "prefix_tuning": ("prefix_tuning.num_virtual_tokens",),
     "llama_adapter": ("llama_adapter.adapter_len", "llama_adapter.adapter_layers", "llama_adapter.gate"),
 }
@@ -62,9 +70,9 @@ def differences(saved: Finetune, current: Finetune, args: ModelArgs) -> dict[str
     if saved.adapter != current.adapter:
         return {"finetune.adapter": saved.adapter}
     required = {
-        f"finetune.{key}": _value(saved, key)
+        f"finetune.{key}": attrgetter(key)(saved)
         for key in _COMPARED[current.adapter]
-        if _value(saved, key) != _value(current, key)
+        if attrgetter(key)(saved) != attrgetter(key)(current)
     }
     if current.adapter == "lora" and lora_targets(args, saved) != lora_targets(args, current):
         required["finetune.lora.target_modules"] = saved.lora.target_modules
@@ -90,8 +98,3 @@ def resume_differences(
             if getattr(saved, key) != getattr(current, key)
         }
     return required
-
-
-def _value(options: Finetune, key: str) -> Any:
-    table, name = key.split(".")
-    return getattr(getattr(options, table), name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from toolkit.config.finetune import Finetune
-from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
+from toolkit.finetune.parameters import IN_ATTENTION, TOKEN_ROWS, all_shapes, trained_names
 from toolkit.metrics.flops import attention_flops, flops_per_token
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, INPUT, NORM, ParameterRow
 from toolkit.models.parameters import head_parameters, table
+
+_EMBEDDINGS = (EMBEDDING, TOKEN_ROWS)
 
 
 def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
@@ -32,7 +34,10 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     squares = [attention_flops(args, layer, seq_len, causal) for layer in range(args.n_layers)]
     forward = rows.active_in_blocks * 2 + sum(squares) + 2 * (args.dim + head)
 
-    backward, flows = 0, EMBEDDING in trained  # flows: the input of the next block requires a gradient
+    backward, flows = (
+        0,
+        not trained.isdisjoint(_EMBEDDINGS),
+    )  # flows: the input of the next block requires a gradient
     for layer, block in enumerate(rows.blocks):
         prefix = f"layers.{layer}."
         # Prompts join the keys. This overestimates the first block with prompts, which attends to them
@@ -47,7 +52,7 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
         flows = flows or adapted or any(row.module in modules for row in block)
     head_input = flows or NORM in trained
     head_trained = any(
-        name.startswith("output.") or (args.tie_embeddings and name == EMBEDDING) for name in trained
+        name.startswith("output.") or (args.tie_embeddings and name in _EMBEDDINGS) for name in trained
     )
     backward += 2 * args.dim * (flows + (NORM in trained)) + 2 * head * (head_input + head_trained)
     return float(forward * (1 + options.extra_forwards) + backward)

@@ -264,8 +264,8 @@ class _RegatheredInput:
 def _embedding(module: Any, mesh: DeviceMesh, layout: HiddenLayout) -> None:
     """Shard the vocabulary: each rank looks up the tokens in its shard, and the results are summed over ranks
     into ``layout``."""
-    distribute_parameters(module, mesh, weight=COLUMN)
-    first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
+    _distribute(module, mesh, layout, style="embedding", weight=COLUMN)
+    first = module.first = mesh.get_local_rank() * (module.num_embeddings // mesh.size())
     last = first + module.num_embeddings // mesh.size()
     masks: list[Tensor] = []
 
@@ -297,7 +297,8 @@ def _head(module: Any, mesh: DeviceMesh, layout: HiddenLayout, *, gathered: bool
         h, labels, tied = (*args, None, None)[:3]
         return layout.gather(h), labels, None if tied is None else local_shard(tied)
 
-    module.register_forward_pre_hook(prepare_inputs)
+    # Before hooks that fine-tuning has registered, which then change this rank's shard of the weight.
+    module.register_forward_pre_hook(prepare_inputs, prepend=True)
 
 
 def _parallel_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, rank: int, group: Any) -> Tensor:

@@ -82,6 +82,28 @@ def _outside_blocks(run: PlannedRun, pattern: str, weight: str) -> Problem:
 
 
 @rule()
+def token_rows_exist(run: PlannedRun) -> Iterator[Problem]:
+    """Check that single rows of the embedding exist, and are not trained as part of all rows."""
+    key, options = "finetune.trainable_token_indices", run.config.finetune
+    indices = options.trainable_token_indices
+    if run.model is None or options.adapter != "lora" or not indices:
+        return
+    if beyond := [it for it in indices if it >= run.model.vocab_size]:
+        rule = f"{beyond[0]} is no token of a vocabulary of {run.model.vocab_size}"
+        yield run.problem(key, rule, f"use numbers from 0 to {run.model.vocab_size - 1}")
+    if len(set(indices)) < len(indices):
+        twice = next(it for it in indices if indices.count(it) > 1)
+        yield run.problem(key, f"{twice} is listed twice", "list each token once")
+    if EMBEDDING in trained_names([EMBEDDING], run.model, options):
+        rule = f"finetune.trainable selects {EMBEDDING}, so that all its rows are trained"
+        yield run.problem(key, rule, "remove it, or that pattern", "finetune.trainable")
+    if run.model.tie_embeddings and run.config.parallelism.pipeline_parallel_degree > 1:
+        rule = "the last pipeline stage has a copy of the tied embedding, whose rows cannot be trained alone"
+        fix = 'set it to 1, or train the whole embedding with finetune.trainable = ["tok_embeddings.weight"]'
+        yield run.problem("parallelism.pipeline_parallel_degree", rule, fix, key)
+
+
+@rule()
 def noise_has_lengths(run: PlannedRun) -> list[Problem]:
     """Check that NEFTune, whose noise is scaled by the number of tokens, can recognize padding."""
     key, data = "finetune.neftune_noise_alpha", run.config.data
