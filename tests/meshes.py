@@ -199,8 +199,8 @@ WORDS: dict[str, Settings] = {
     "lora": _adapter("lora", **_ALL_LINEAR),
     "dora": _adapter("lora", **_ALL_LINEAR, **{"lora.use_dora": True}),
     "router": {"finetune.lora.target_modules": ["all-linear", "gate"]},
-    # Some rows of the embedding are trained beside it: tokens of the text, of both shards of a vocabulary.
-    "token-rows": {"finetune.trainable_token_indices": [300, 101, 32, 515]},
+    # Rows of the embedding are trained beside it: BOS, two letters, and a token that occurs in no text.
+    "token-rows": {"finetune.trainable_token_indices": [256, 101, 32, 515]},
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
     "qlora": {**_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4"}), **_IN_BLOCKS},
@@ -965,6 +965,10 @@ FINETUNED_FAST = [
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
+    "shard2 lora token-rows accumulate3",
+    "tp2 lora tied token-rows",
+    "pp2 1F1B lora token-rows",
+    "shard2 cp2 dpo tied token-rows",
 ]
 """Layouts of fine-tuning that CI runs."""
 
@@ -1087,6 +1091,19 @@ FINETUNED_MORE = [
     "pp2 1F1B ema freeze-first tied",
     "pp2 1F1B neftune freeze-first",
     "pp2 1F1B lora loraplus",
+    *(
+        f"{mesh} token-rows"
+        for mesh in (
+            "tp4 lora",
+            "tp2 compiled AC-2 lora tied whole-logits",
+            "replicate2 shard2 HYBRID_SHARD lora tied",
+            "shard2 tp2 AC-full lora ema tied accumulate3",
+            "cp2 lora neftune",
+            "pp2 ZBVZeroBubble never lora",
+            "pp2 shard2 tp2 Interleaved1F1B lora",
+            "tp2 dpo tied",
+        )
+    ),
     "shard2 muon freeze-first",
     "pp2 1F1B muon freeze-first",
 ]

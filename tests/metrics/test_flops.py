@@ -104,6 +104,11 @@ KINDS: dict[str, dict] = {
     "norms": {"trainable": ["*norm.weight"]},
     "lora": {"adapter": "lora", "lora": {"rank": 1}},
     "lora of all layers": {"adapter": "lora", "lora": {"rank": 1, "target_modules": ["all-linear"]}},
+    "rows of the embedding": {
+        "adapter": "lora",
+        "lora": {"rank": 1, "target_modules": ["layers.2.*"]},
+        "trainable_token_indices": [0],
+    },
     "prefix": {"adapter": "prefix_tuning", "prefix_tuning": {"num_virtual_tokens": 1}},
     "a prompt of the last block": {
         "adapter": "llama_adapter",
@@ -146,6 +151,13 @@ def test_what_is_frozen_has_fewer(name):
         compared = options.model_copy(update={"objective": objective})
         more = model_flops(SMALL, compared, seq_len=SEQ_LEN) * SEQ_LEN - found
         assert more == pytest.approx(times * forward)
+
+
+def test_rows_of_a_tied_embedding_need_the_gradient_of_the_head():
+    options = Finetune.model_validate(KINDS["rows of the embedding"])
+    args = dataclasses.replace(SMALL, tie_embeddings=True)
+    found = fine_tuning_flops(args, options, seq_len=SEQ_LEN) * SEQ_LEN
+    assert found == pytest.approx(counted(options, args), rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,22 @@ CASES: list[Bad] = [
             ("lm_head", " model.tie_embeddings=true", 'trainable = ["tok_embeddings.weight"]', "as one"),
         )
     ),
+    *(
+        bad("token_rows_exist", f"finetune.trainable_token_indices={indices} {LORA}{others}", *says)
+        for indices, others, *says in (
+            ("3,2048", "", "2048 is no token of a vocabulary of 2048", "from 0 to 2047"),
+            ("3,5,3", "", "3 is listed twice", "list each token once"),
+            ("3", " finetune.trainable=tok_embeddings.*", "selects tok_embeddings.weight", "that pattern"),
+        )
+    ),
+    bad(
+        "token_rows_exist",
+        f"parallelism.pipeline_parallel_degree=2 finetune.trainable_token_indices=3 {LORA} "
+        "model.tie_embeddings=true",
+        "the last pipeline stage has a copy of the tied embedding",
+        "set it to 1",
+        world=2,
+    ),
     bad("lora_rank_is_low", f"finetune.lora.rank=300 {LORA}", "is 256", "at most 256"),
     bad("enough_blocks", "finetune.freeze_first_layers=7", "6 blocks", "at most 6"),
     bad(
