@@ -20,7 +20,11 @@ from toolkit.finetune.parameters import added_shapes
 from toolkit.models.from_config import model_args
 
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "lora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "use_dora": True}},
+    "lora": {
+        "adapter": "lora",
+        "trainable_token_indices": [100, 32],
+        "lora": {"target_modules": ["all-linear"], "use_dora": True},
+    },
     "qlora": {"adapter": "lora", "lora": {"target_modules": ["all-linear"], "quantize_base": "nf4"}},
     "prefix_tuning": {"adapter": "prefix_tuning"},
     "llama_adapter": {"adapter": "llama_adapter", "llama_adapter": {"adapter_layers": 1}},

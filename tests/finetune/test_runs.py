@@ -44,7 +44,12 @@ ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 160}
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"adapter": "lora", "trainable": ["norm.weight"], "lora": {"target_modules": ["all-linear"]}},
+    "lora": {
+        "adapter": "lora",
+        "trainable": ["norm.weight"],
+        "trainable_token_indices": [105, 4000],
+        "lora": {"target_modules": ["all-linear"]},
+    },
     "dora": {"adapter": "lora", "lora": {"rank": 4, "target_modules": ["wq", "w2"], "use_dora": True}},
     "prefix": {"adapter": "prefix_tuning", "prefix_tuning": {"num_virtual_tokens": 4}},
     "prompt": {

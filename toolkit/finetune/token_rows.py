@@ -63,7 +63,7 @@ class TokenRows(nn.Embedding):
 
     def _sorted(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sorted indices and the order that sorts them, copied to ``device`` only once."""
-        if self._constants is None:
+        if self._constants is None or self._constants[0].device != device:
             sorted_N, order_N = torch.tensor(self.indices).sort()
             self._constants = sorted_N.to(device), order_N.to(device)
         return self._constants
