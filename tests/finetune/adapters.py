@@ -29,6 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "dora": {"adapter": "lora", "lora": LORA | {"use_dora": True}},
     "some blocks": {"adapter": "lora", "lora": LORA | {"target_modules": ["layers.1.*", "wq"]}},
+    "head and embedding": {
+        "adapter": "lora",
+        "lora": LORA | {"target_modules": ["wq", "lm_head", "embed_tokens"]},
+    },
     "norms too": {"adapter": "lora", "lora": LORA, "trainable": ["norm.weight", "layers.0.*_norm.weight"]},
     "prefix": {"adapter": "prefix_tuning", "prefix_tuning": {"num_virtual_tokens": 5}},
     "adaption prompt": {

@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 TARGETS_TOO = {"trainable": ["layers.0.attention.wq.weight", "layers.1.feed_forward.w2.weight"]}
-MERGED = {kind: KINDS[kind] for kind in ("lora", "rslora", "dora", "some blocks", "norms too")} | {
+MERGED = {kind: KINDS[kind] for kind in KINDS if KINDS[kind]["adapter"] == "lora"} | {
     f"{kind}, targets too": KINDS[kind] | TARGETS_TOO for kind in ("lora", "dora")
 }
 
@@ -117,6 +117,7 @@ def their_config(kind: str) -> Any:
     if kind == "adaption prompt":
         return peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, **task)
     targets = {"rslora": "all-linear", "some blocks": r".*layers\.1\..*(q|down)_proj"}
+    targets["head and embedding"] = ["q_proj", "lm_head", "embed_tokens"]
     return peft.LoraConfig(
         r=4,
         lora_alpha=6,
@@ -238,9 +239,9 @@ def _integers(folder: Path) -> None:
     save_file(load_file(path) | {"base_model.model.model.position_ids": torch.arange(9)}, path)
 
 
-def _adapted_head(folder: Path) -> None:
+def _half_a_head(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
-    save_file(load_file(path) | {"base_model.model.lm_head.lora_A.weight": torch.zeros(8, 64)}, path)
+    save_file(load_file(path) | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, path)
 
 
 def _renamed(folder: Path) -> None:
@@ -268,7 +269,7 @@ def _renamed(folder: Path) -> None:
             "an adapter in two formats, adapter_model.safetensors and adapter_model.bin\n  fix:  keep",
         ),
         (_integers, "position_ids as I64; an adapter's tensors must be one of F64, F32, F16, BF16"),
-        (_adapted_head, "lm_head.lora_A.weight\n  fix:  LoRA supports only linear layers of the blocks"),
+        (_half_a_head, "missing: base_model.model.lm_head.lora_B.weight"),
         (_renamed, "tensors that this model lacks"),
     ],
 )

@@ -34,8 +34,8 @@ class LoRA(Table):
     target_modules: list[str] = _BLOCK_LINEARS
     """Linear layers to adapt: names (wq, wk, wv, wo, w1, w2, w3, or q_proj and so on), patterns of full names
     such as layers.3.*, or all-linear for all of them. w1, w2, w3 and all-linear include experts, each with an
-    update of its own; experts means all routed experts, and gate the router, which is not in all-linear. Head
-    and embedding cannot be adapted; train them fully with finetune.trainable."""
+    update of its own; experts means all routed experts, and gate the router, which is not in all-linear.
+    Neither are tok_embeddings and output (embed_tokens, lm_head), of a model that does not tie them."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
     quantize_base: Literal["none", "nf4"] = "none"
@@ -43,7 +43,7 @@ class LoRA(Table):
     dequantize each layer when it is computed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
     use_dora: bool = False
     """Also train the magnitudes of the adapted weights' rows (Liu et al. 2024, arXiv:2402.09353); not of
-    experts."""
+    experts, embedding and head."""
 
     @property
     def scale(self) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.config.finetune import Finetune
 from toolkit.errors import ConfigError, Problem
-from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names
+from toolkit.finetune.parameters import adapted_layers, lora_targets, trained_names, updates_embedding
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.common.parameter_table import EMBEDDING, HEAD, Init
@@ -79,8 +79,8 @@ def apply_to_attention(model: Decoder, args: ModelArgs, options: Finetune) -> No
 def added_init(name: str, shape: tuple[int, ...]) -> Init:
     """Return the initial distribution of an adapter's parameter, such that the model hardly changes at
     first."""
-    if name.endswith("lora_a"):  # the same variance as PEFT's uniform distribution
-        return Init(std=(3 * shape[-1]) ** -0.5)
+    if name.endswith("lora_a"):  # the same variance as PEFT's distributions
+        return Init(std=1.0 if updates_embedding(name) else (3 * shape[-1]) ** -0.5)
     return {"prompt": Init(std=1.0), "keys": Init(std=0.02), "values": Init(std=0.02)}.get(
         name.rpartition(".")[2], Init()
     )

@@ -28,6 +28,11 @@ def is_added(name: str) -> bool:
     return name.rpartition(".")[2].endswith(_LORA) or IN_ATTENTION in name or name == TOKEN_ROWS
 
 
+def updates_embedding(name: str) -> bool:
+    """Return whether the parameter ``name`` belongs to LoRA's update of the embedding."""
+    return is_added(name) and name.startswith("tok_embeddings.")
+
+
 def added_name(row: ParameterRow, part: str) -> str:
     """Return the name of LoRA's parameter ``part`` of a weight, such as attention.wq.lora_a."""
     return f"{row.name}_{part}" if row.experts else f"{row.module}.{part}"
@@ -84,16 +89,16 @@ def describe_trained(args: ModelArgs, options: Finetune, *, bytes_each: int = 0)
 
 def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
     """Return the names of the weights that LoRA updates, in the model's order: linear layers, and stacked
-    experts, such as layers.0.moe.experts.w1.
+    experts, such as layers.0.moe.experts.w1, and the embedding and head of a model that does not tie them.
 
     Targets are the last components of names, ours or Hugging Face's, or patterns of full names. "all-linear"
-    does not include routers.
+    does not include routers, embedding and head.
     """
     patterns, hf_names = options.lora.target_modules, hf_linear_names(args)
     selected = {name for name, hf_name in hf_names.items() if {name, hf_name} & set(patterns)}
 
     def is_target(name: str, row: ParameterRow) -> bool:
-        if (ALL_LINEAR in patterns and not row.router) or (EXPERTS in patterns and row.experts):
+        if (ALL_LINEAR in patterns and row.is_block_matrix) or (EXPERTS in patterns and row.experts):
             return True
         return name.rpartition(".")[2] in selected or matches_any(name, patterns)
 
@@ -107,9 +112,15 @@ def idle_targets(args: ModelArgs, patterns: Iterable[str]) -> list[str]:
     return unmatched((pattern for pattern in patterns if pattern not in known), adaptable(args))
 
 
-def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
-    """Return the weight name of the embedding or head if a LoRA target matches it, in either naming."""
-    for name in (EMBEDDING, HEAD):
+def fixed_ends(args: ModelArgs) -> list[str]:
+    """Return the names of the weights of embedding and head that LoRA cannot update: those of a model that
+    ties them, and a classifier's head."""
+    return [name for name in (EMBEDDING, HEAD) if name.removesuffix(".weight") not in adaptable(args)]
+
+
+def fixed_end(args: ModelArgs, pattern: str) -> str | None:
+    """Return the one of :func:`fixed_ends` that a LoRA target matches, in either naming."""
+    for name in fixed_ends(args):
         modules = [it.removesuffix(".weight") for it in (name, table(args).to_hf(name))]
         if any(matches_any(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):
             return name
@@ -117,7 +128,8 @@ def outside_blocks(args: ModelArgs, pattern: str) -> str | None:
 
 
 def hf_linear_names(args: ModelArgs) -> Mapping[str, str]:
-    """Map our names of the weights in a block that LoRA may update to Hugging Face's: wq to q_proj."""
+    """Map our names of the weights that LoRA may update, without their block, to Hugging Face's: wq to
+    q_proj."""
     return {
         name.rpartition(".")[2]: row.hf.removesuffix(".weight").rpartition(".")[2]
         for name, row in adaptable(args).items()

@@ -19,8 +19,10 @@ from toolkit.finetune.parameters import (
     TOKEN_ROWS,
     added_name,
     added_shapes,
+    fixed_ends,
     is_added,
     lora_targets,
+    updates_embedding,
 )
 from toolkit.finetune.peft_experts import (
     GATE_UP,
@@ -33,7 +35,7 @@ from toolkit.finetune.peft_experts import (
 )
 from toolkit.io.json_fields import Fields, is_size, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterRow
+from toolkit.models.common.parameter_table import EMBEDDING, ParameterRow
 from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes, table
 from toolkit.weights.safetensors_header import ITEM_BYTES, ONE_SAVE, file_entries
 
@@ -44,6 +46,8 @@ _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+# PEFT updates the transpose of an embedding.
+_EMBEDDING_PARTS = _PARTS | {"lora_a": "lora_embedding_B", "lora_b": "lora_embedding_A"}
 _ADAPTION = {"prompt": "adaption_prompt", "gate": "adaption_gate"}
 _CLASSIFIES = "SEQ_CLS"
 """PEFT's task_type of a classifier."""
@@ -172,6 +176,8 @@ def _lora(fields: Fields, shapes: Shapes, args: ModelArgs) -> Finetune:
     if args.tie_embeddings and EMBEDDING in shapes:
         fields.reject("modules_to_save", "PEFT trained the embedding without the head, but they are tied")
     targets = {it for it, row in adaptable(args).items() if added_name(row, "lora_a") in shapes}
+    if fields.values.get("use_dora") and any(adaptable(args)[it].outer for it in targets):
+        fields.reject("use_dora", "DoRA of the embedding and the head is not supported")
     rank, alpha, use_rslora = fields.count("r"), fields.positive("lora_alpha", 8.0), fields.flag("use_rslora")
     if _is_padded(fields.values):
         rank, alpha = 2 * rank, alpha * alpha_factor(use_rslora=use_rslora)
@@ -269,10 +275,18 @@ def _keys(found: Shapes, args: ModelArgs, experts: Sequence[FusedExperts], folde
         name: it if it in found or not it.endswith("_vector") else f"{it}.weight" for name, it in keys.items()
     }
     keys |= expert_keys(experts)
-    unknown = sorted(found.keys() - keys.values())
+    # PEFT also saves the base weights of an adapted embedding and head, in case the vocabulary was resized.
+    outer = {
+        f"{_PREFIX}{_hf_module(it)}.base_layer.weight": it for it in adaptable(args).values() if it.outer
+    }
+    copies = {key for key, row in outer.items() if found.get(key) == row.shape}
+    unknown = sorted(found.keys() - keys.values() - copies)
     if unknown:
-        outside = tuple(f"{to_peft_name(it, args).removesuffix('weight')}lora_" for it in (EMBEDDING, HEAD))
-        fix = "LoRA supports only linear layers of the blocks: merge the adapter with PEFT (merge_and_unload)"
+        outside = tuple(f"{to_peft_name(it, args).removesuffix('weight')}lora_" for it in fixed_ends(args))
+        fix = (
+            "LoRA updates no tied embedding or head, and no classifier's head: merge the adapter into an "
+            "untied model with PEFT (merge_and_unload)"
+        )
         raise DataError(
             f"{folder / PEFT_TENSORS} has tensors that this model lacks: {first_few(unknown, _SHOWN)}"
             + (f"\n  fix:  {fix}" if any(name.startswith(outside) for name in unknown) else "")
@@ -289,7 +303,7 @@ def _our_shapes(found: Shapes, keys: Mapping[str, str], experts: Sequence[FusedE
     of_experts = {name: (it, part) for it in experts for name, (_, part) in it.names.items()}
     shapes = {}
     for name, key in keys.items():
-        shapes[name] = found[key]
+        shapes[name] = found[key][::-1] if updates_embedding(name) else found[key]
         if name in of_experts:
             fused, part = of_experts[name]
             shapes[name] = fused.our_shape(part, found[key])
@@ -307,14 +321,15 @@ def to_peft_name(name: str, args: ModelArgs) -> str:
     if name == TOKEN_ROWS:
         return _PREFIX + table(args).to_hf(EMBEDDING).removesuffix("weight") + _TOKEN_ROWS
     if part in _PARTS:
-        return f"{_PREFIX}{_hf_module(adaptable(args)[module])}.{_PARTS[part]}"
+        parts = _EMBEDDING_PARTS if updates_embedding(name) else _PARTS
+        return f"{_PREFIX}{_hf_module(adaptable(args)[module])}.{parts[part]}"
     if IN_ATTENTION in name:
         return _PREFIX + _adaption_name(int(name.split(".", 2)[1]), _ADAPTION[part], args)
     return _PREFIX + table(args).to_hf(name)
 
 
 def _hf_module(row: ParameterRow) -> str:
-    """Return transformers' name in memory of a linear layer or router."""
+    """Return transformers' name in memory of a linear layer, router, embedding or head."""
     return f"model.layers.{row.block}.mlp.gate" if row.router else row.hf.removesuffix(".weight")
 
 
@@ -445,7 +460,7 @@ def _peft_targets(args: ModelArgs, options: Finetune) -> tuple[list[str], list[s
     """
     rows, targets = adaptable(args), lora_targets(args, options)
     of_experts = {row.hf.split(".")[-2] for row in rows.values() if row.experts}
-    modules = {it: _hf_module(row) for it, row in rows.items() if row.linear}
+    modules = {it: _hf_module(row) for it, row in rows.items() if row.linear or row.outer}
     modules = {it: name for it, name in modules.items() if name.rpartition(".")[2] not in of_experts}
     parameters = [
         f"{_hf_module(rows[it])}.weight" for it in targets if not rows[it].experts and it not in modules
@@ -457,7 +472,7 @@ def _peft_targets(args: ModelArgs, options: Finetune) -> tuple[list[str], list[s
 def _compact(targets: set[str], args: ModelArgs) -> list[str]:
     """Return the shortest ``finetune.lora.target_modules`` for ``targets``."""
     rows = adaptable(args)
-    if targets == {name for name, row in rows.items() if not row.router}:
+    if targets == {name for name, row in rows.items() if row.is_block_matrix}:
         return [ALL_LINEAR]
     return _shortest([name for name in rows if name in targets], dict(zip(rows, rows, strict=True)))
 

@@ -25,7 +25,13 @@ from torch import Tensor
 from toolkit.config.local_paths import expand_user
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import DataError
-from toolkit.finetune.parameters import IN_ATTENTION, added_name, is_added, lora_targets
+from toolkit.finetune.parameters import (
+    IN_ATTENTION,
+    added_name,
+    is_added,
+    lora_targets,
+    updates_embedding,
+)
 from toolkit.finetune.peft_config import (
     PEFT_CONFIG,
     PEFT_TENSORS,
@@ -137,12 +143,16 @@ def _save(adapter: Adapter, dtype: torch.dtype, path: Path, names: Sequence[str]
 def _to_peft(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     if name.endswith(f"{IN_ATTENTION}prompt"):
         return tensor[None]
+    if updates_embedding(name):
+        return tensor.mT
     return tensor[_order(len(tensor), args)] if _is_reordered(name, args) else tensor
 
 
 def _from_peft(name: str, tensor: Tensor, args: ModelArgs) -> Tensor:
     if name.endswith(f"{IN_ATTENTION}prompt"):
         return tensor[0]
+    if updates_embedding(name):
+        return tensor.mT.contiguous()
     return tensor[_order(len(tensor), args).argsort()] if _is_reordered(name, args) else tensor
 
 

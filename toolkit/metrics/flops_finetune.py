@@ -34,10 +34,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
     squares = [attention_flops(args, layer, seq_len, causal) for layer in range(args.n_layers)]
     forward = rows.active_in_blocks * 2 + sum(squares) + 2 * (args.dim + head)
 
-    backward, flows = (
-        0,
-        not trained.isdisjoint(_EMBEDDINGS),
-    )  # flows: the input of the next block requires a gradient
+    # flows: the input of the next block requires a gradient
+    backward, flows = 0, rows[EMBEDDING].module in modules
     for layer, block in enumerate(rows.blocks):
         prefix = f"layers.{layer}."
         # Prompts join the keys. This overestimates the first block with prompts, which attends to them

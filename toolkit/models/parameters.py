@@ -34,7 +34,7 @@ def block_matrices(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that NF4 may store, by name: those of linear layers (N, K), and of
     stacked experts (E, N, K)."""
     rows = table(args).values()
-    return {row.name: row.shape for row in rows if row.linear or row.is_expert_matrix}
+    return {row.name: row.shape for row in rows if row.is_block_matrix}
 
 
 def parameter_count(args: ModelArgs) -> int:

@@ -286,7 +286,7 @@ def _head(module: Any, mesh: DeviceMesh, layout: HiddenLayout, *, gathered: bool
     """Shard the vocabulary. The loss is computed on sharded logits unless ``gathered``; without labels,
     logits are gathered."""
     group = layout.group
-    distribute_parameters(module, mesh, weight=COLUMN)
+    _distribute(module, mesh, layout, style="head", weight=COLUMN)
     module.logits = partial(_gather_logits, group=group)
     if gathered:
         module.loss = partial(_gathered_loss, group=group)

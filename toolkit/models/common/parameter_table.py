@@ -67,6 +67,7 @@ class ParameterRow:
             :data:`toolkit.parallel.tensor_parallel.STYLES`; None leaves it to the parent module.
         linear: weight of a linear layer, to which LoRA, float8, NF4 and Muon may apply.
         router: weight of a router, to which LoRA applies only if it is named.
+        outer: weight of an untied embedding or LM head, to which LoRA applies only if it is named.
         rotary: head dim, if Hugging Face stores the rows of each head in another order
             (:func:`hf_row_order`); 0 if the order is the same.
         reads: modules whose outputs its module reads, or :data:`INPUT` for the block's input; None means
@@ -89,6 +90,7 @@ class ParameterRow:
     tensor_parallel: str | None = "whole"
     linear: bool = False
     router: bool = False
+    outer: bool = False
     rotary: int = 0
     reads: tuple[str, ...] | None = None
     buffer: bool = False
@@ -112,6 +114,11 @@ class ParameterRow:
     def is_expert_matrix(self) -> bool:
         """True if a matrix of each expert is stacked in it."""
         return self.experts > 0 and len(self.shape) == 3
+
+    @property
+    def is_block_matrix(self) -> bool:
+        """True if it is the weight of a block's linear layer or experts, but not of a router."""
+        return self.linear or self.is_expert_matrix
 
     @property
     def hf_names(self) -> list[str]:
@@ -311,7 +318,7 @@ def decoder_rows(args: ModelArgs, blocks: Iterable[Sequence[ParameterRow]]) -> l
     tied = args.tie_embeddings
     embedding = ParameterRow(
         EMBEDDING, (args.vocab_size, args.dim), Init(std=0.02 if tied else 1.0), "model.embed_tokens.weight",
-        "embedding", part="embedding", unit=() if tied else ("tok_embeddings",),
+        "embedding", outer=not tied, part="embedding", unit=() if tied else ("tok_embeddings",),
     )  # fmt: skip
     rows = [embedding]
     for layer, block in enumerate(blocks):
@@ -337,7 +344,7 @@ def head_rows(args: ModelArgs) -> list[ParameterRow]:
     if args.classifier is None:
         init = Init(std=args.dim**-0.5, cut=3.0)
         shape = (args.vocab_size, args.dim)
-        return [ParameterRow(HEAD, shape, init, "lm_head.weight", "head", part="head")]
+        return [ParameterRow(HEAD, shape, init, "lm_head.weight", "head", outer=True, part="head")]
     sizes = (args.dim, *args.classifier.hidden_sizes)
     scores = (len(args.classifier.labels), sizes[-1])
     rows = [ParameterRow(HEAD, scores, Init(std=0.02), "score.weight", "classifier", part="head")]
@@ -384,7 +391,7 @@ class ParameterTable(Mapping[str, ParameterRow]):
     def adaptable(self) -> dict[str, ParameterRow]:
         """Weights that LoRA may update, by the name of their layer, or of the weight itself if experts are
         stacked in it."""
-        rows = (row for row in self.values() if row.linear or row.router or row.is_expert_matrix)
+        rows = (row for row in self.values() if row.is_block_matrix or row.router or row.outer)
         return {row.name if row.experts else row.module: row for row in rows}
 
     @property

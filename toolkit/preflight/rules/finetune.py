@@ -18,10 +18,10 @@ from toolkit.finetune.parameters import (
     EXPERTS,
     all_shapes,
     describe_trained,
+    fixed_end,
     hf_linear_names,
     idle_targets,
     lora_targets,
-    outside_blocks,
     trained_names,
 )
 from toolkit.finetune.peft_config import is_peft_folder, unsupported_by_peft
@@ -42,7 +42,7 @@ _ROTATE = "parallelism.context_parallel_rotate_method"
 
 @rule()
 def lora_has_targets(run: PlannedRun) -> list[Problem]:
-    """Check that each of LoRA's targets is a linear layer of the blocks, or experts."""
+    """Check that each of LoRA's targets is a weight that LoRA may update."""
     options = run.config.finetune
     unused = options.adapter != "lora" and run.config.origin(_TARGETS) == DEFAULT
     if run.model is None or unused:
@@ -57,8 +57,8 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
     if not patterns:
         return [run.problem(_TARGETS, "LoRA needs at least one target", f"use some of {', '.join(names)}")]
     return [
-        _outside_blocks(run, pattern, weight)
-        if (weight := outside_blocks(args, pattern))
+        _fixed_end(run, pattern, weight)
+        if (weight := fixed_end(args, pattern))
         else run.problem(
             _TARGETS,
             f'"{pattern}" is not a linear layer{without}',
@@ -68,16 +68,15 @@ def lora_has_targets(run: PlannedRun) -> list[Problem]:
     ]
 
 
-def _outside_blocks(run: PlannedRun, pattern: str, weight: str) -> Problem:
-    """Describe a target that matches the embedding or the head."""
+def _fixed_end(run: PlannedRun, pattern: str, weight: str) -> Problem:
+    """Describe a target that matches a tied embedding or head, or a classifier's head."""
     assert run.model is not None
-    what = "embedding" if weight == EMBEDDING else "output head"
-    rule = f'"{pattern}" is the {what}, and LoRA adapts only linear layers of the blocks'
     if is_classifier_head(weight, run.model):
-        return run.problem(_TARGETS, rule, "remove it: a classifier's head is trained with any adapter")
-    trained = EMBEDDING if run.model.tie_embeddings else weight
-    tied = ", embedding and head as one" if run.model.tie_embeddings else ""
-    fix = f'remove it; finetune.trainable = ["{trained}"] trains it fully{tied}'
+        rule = f'"{pattern}" is the head of a classifier, which is trained fully with any adapter'
+        return run.problem(_TARGETS, rule, "remove it")
+    what = "embedding" if weight == EMBEDDING else "output head"
+    rule = f'"{pattern}" is the {what}, and LoRA would update one of the tied embedding and head'
+    fix = f'remove it; finetune.trainable = ["{EMBEDDING}"] trains it fully, embedding and head as one'
     return run.problem(_TARGETS, rule, fix)
 
 
@@ -130,17 +129,17 @@ def lora_rank_is_low(run: PlannedRun) -> list[Problem]:
 
 
 @rule()
-def dora_has_no_experts(run: PlannedRun) -> list[Problem]:
-    """Reject DoRA on experts."""
+def dora_has_linear_layers(run: PlannedRun) -> list[Problem]:
+    """Reject DoRA on experts, embedding and head."""
     options = run.config.finetune
     if options.adapter != "lora" or not options.lora.use_dora or run.model is None:
         return []
     rows = adaptable(run.model)
-    experts = [it for it in lora_targets(run.model, options) if rows[it].experts]
-    if not experts:
+    others = [it for it in lora_targets(run.model, options) if rows[it].experts or rows[it].outer]
+    if not others:
         return []
     key = "finetune.lora.use_dora"
-    rule = f"experts have no magnitudes, and {_TARGETS} has {experts[0]}"
+    rule = f"experts, embedding and head have no magnitudes, and {_TARGETS} has {others[0]}"
     fix = f'set it to false, or {_TARGETS} = ["wq", "wk", "wv", "wo"]'
     return [run.problem(key, rule, fix, _TARGETS)]
 
