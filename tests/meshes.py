@@ -201,6 +201,8 @@ WORDS: dict[str, Settings] = {
     "router": {"finetune.lora.target_modules": ["all-linear", "gate"]},
     # Rows of the embedding are trained beside it: BOS, two letters, and a token that occurs in no text.
     "token-rows": {"finetune.trainable_token_indices": [256, 101, 32, 515]},
+    # Embedding and head too.
+    "outer": {"finetune.lora.target_modules": ["all-linear", "embed_tokens", "lm_head"]},
     # The embedding is trained beside it.
     "rslora": _adapter("lora", **{"lora.use_rslora": True, "trainable": ["tok_embeddings.weight"]}),
     "qlora": {**_adapter("lora", **_ALL_LINEAR, **{"lora.quantize_base": "nf4"}), **_IN_BLOCKS},
@@ -319,6 +321,7 @@ CURVES = (
     "llama4",
     "moe-wide",
     "router",
+    "outer",
     "aux",
     "aux-seq",
     "balanced",
@@ -962,6 +965,10 @@ FINETUNED_FAST = [
     "shard2 kto accumulate3",
     "pp2 tp2 1F1B kto whole",
     "cp2 tp2 reward",
+    "shard2 lora outer accumulate3",
+    "tp2 lora outer compiled",
+    "pp2 ZBVZeroBubble never lora outer",
+    "cp2 tp2 dpo outer AC-full",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
@@ -1008,6 +1015,24 @@ FINETUNED_MORE = [
     "shard2 tp2 freeze-last",
     "tp2 dpo",
     "tp2 kto",
+    *(
+        f"{mesh} lora outer"
+        for mesh in (
+            "one compiled",
+            "shard2 compiled",
+            "replicate2 shard2 HYBRID_SHARD AC-full",
+            "shard2 by-class always",
+            "tp2 whole-logits accumulate3",
+            "cp2",
+            "pp2 1F1B bare-ends",
+            "pp2 tp2 Interleaved1F1B",
+            "shard2 neftune",
+            "shard2 distill accumulate3",
+            "shard2 loraplus groups",
+        )
+    ),
+    "tp2 qlora outer",
+    "shard2 ep2 moe lora outer",
     *(
         f"{mesh} dpo whole"
         for mesh in ("shard2 accumulate3", "cp2", "tp2 tied", "pp2 1F1B", "replicate2 shard2")

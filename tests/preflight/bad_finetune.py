@@ -58,10 +58,15 @@ CASES: list[Bad] = [
         )
     ),
     bad(
-        "dora_has_no_experts",
+        "dora_has_linear_layers",
         f"finetune.lora.use_dora finetune.lora.target_modules=all-linear {LORA} model.name=qwen3_moe",
-        "experts have no magnitudes, and finetune.lora.target_modules has layers.0.moe.experts.w1",
+        "have no magnitudes, and finetune.lora.target_modules has layers.0.moe.experts.w1",
         "set it to false",
+    ),
+    bad(
+        "dora_has_linear_layers",
+        f"finetune.lora.use_dora finetune.lora.target_modules=wq,lm_head {LORA}",
+        "embedding and head have no magnitudes, and finetune.lora.target_modules has output",
     ),
     bad(
         "lora_rank_is_low",
@@ -70,13 +75,17 @@ CASES: list[Bad] = [
     ),
     bad("lora_has_targets", f"finetune.lora.target_modules=attention_norm {LORA}", "is not a linear layer"),
     *(
-        bad("lora_has_targets", f"finetune.lora.target_modules=wq,{target} {LORA}{tied}", *said)
-        for target, tied, *said in (
-            ("lm_head", "", '"lm_head" is the output head', 'finetune.trainable = ["output.weight"]'),
-            ("output", "", '"output" is the output head', 'finetune.trainable = ["output.weight"]'),
-            ("*.embed_tokens", "", "is the embedding", 'finetune.trainable = ["tok_embeddings.weight"]'),
-            ("tok_embeddings", "", "is the embedding", 'finetune.trainable = ["tok_embeddings.weight"]'),
-            ("lm_head", " model.tie_embeddings=true", 'trainable = ["tok_embeddings.weight"]', "as one"),
+        bad(
+            "lora_has_targets",
+            f"finetune.lora.target_modules=wq,{target} {LORA} model.tie_embeddings=true",
+            f'"{target}" is the {what}, and LoRA would update one of the tied embedding and head',
+            'trainable = ["tok_embeddings.weight"] trains it fully, embedding and head as one',
+        )
+        for target, what in (
+            ("lm_head", "output head"),
+            ("output", "output head"),
+            ("*.embed_tokens", "embedding"),
+            ("tok_embeddings", "embedding"),
         )
     ),
     *(
