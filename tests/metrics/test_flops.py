@@ -109,6 +109,10 @@ KINDS: dict[str, dict] = {
         "lora": {"rank": 1, "target_modules": ["layers.2.*"]},
         "trainable_token_indices": [0],
     },
+    "lora of embedding and head": {
+        "adapter": "lora",
+        "lora": {"rank": 1, "target_modules": ["embed_tokens", "lm_head"]},
+    },
     "prefix": {"adapter": "prefix_tuning", "prefix_tuning": {"num_virtual_tokens": 1}},
     "a prompt of the last block": {
         "adapter": "llama_adapter",

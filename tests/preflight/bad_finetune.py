@@ -53,7 +53,7 @@ CASES: list[Bad] = [
             fix,
         )
         for name, target, fix in (
-            ("gpt_oss", "router", "use some of wq, wk, wv, wo, w1, w2, w3, q_proj"),
+            ("gpt_oss", "router", "use some of tok_embeddings, wq, wk, wv, wo, w1, w2, w3, output"),
             ("llama4", "gate", "did you mean gate_proj?"),  # of dense blocks and shared experts
         )
     ),
