@@ -968,7 +968,7 @@ FINETUNED_FAST = [
     "shard2 lora outer accumulate3",
     "tp2 lora outer compiled",
     "pp2 ZBVZeroBubble never lora outer",
-    "cp2 tp2 dpo outer AC-full",
+    "cp2 dpo outer AC-full",
     "shard2 ep2 moe lora router aux accumulate3",
     "tp2 moe lora balanced AC-op",
     "shard2 ep2 moe-wide qlora AC-full",
