@@ -180,7 +180,7 @@ def test_names_of_feed_forwards_are_those_of_experts_too(
     assert all(it.requires_grad == is_added(name) for name, it in named.items())
     packed = {name for name, it in named.items() if it.dtype == torch.uint8}
     rows = adaptable(args).values()
-    assert packed == ({row.name for row in rows if not row.router} if base == "nf4" else set())
+    assert packed == ({row.name for row in rows if row.is_block_matrix} if base == "nf4" else set())
 
 
 class Own(Experts):
