@@ -35,7 +35,7 @@ from toolkit.finetune.peft_experts import (
 )
 from toolkit.io.json_fields import Fields, is_size, read_object
 from toolkit.models.common.args import ModelArgs
-from toolkit.models.common.parameter_table import EMBEDDING, ParameterRow
+from toolkit.models.common.parameter_table import EMBEDDING, HEAD, ParameterRow
 from toolkit.models.parameters import adaptable, is_classifier_head, parameter_shapes, table
 from toolkit.weights.safetensors_header import ITEM_BYTES, ONE_SAVE, file_entries
 

@@ -96,6 +96,9 @@ def token_rows_exist(run: PlannedRun) -> Iterator[Problem]:
     if EMBEDDING in trained_names([EMBEDDING], run.model, options):
         rule = f"finetune.trainable selects {EMBEDDING}, so that all its rows are trained"
         yield run.problem(key, rule, "remove it, or that pattern", "finetune.trainable")
+    if "tok_embeddings" in lora_targets(run.model, options):
+        rule = f"{_TARGETS} adapts the whole embedding, which cannot have single trained rows as well"
+        yield run.problem(key, rule, "remove one of the two", _TARGETS)
     if run.model.tie_embeddings and run.config.parallelism.pipeline_parallel_degree > 1:
         rule = "the last pipeline stage has a copy of the tied embedding, whose rows cannot be trained alone"
         fix = 'set it to 1, or train the whole embedding with finetune.trainable = ["tok_embeddings.weight"]'
