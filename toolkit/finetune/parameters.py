@@ -30,7 +30,7 @@ def is_added(name: str) -> bool:
 
 def updates_embedding(name: str) -> bool:
     """Return whether the parameter ``name`` belongs to LoRA's update of the embedding."""
-    return is_added(name) and name.startswith("tok_embeddings.")
+    return name.startswith("tok_embeddings.lora_")
 
 
 def added_name(row: ParameterRow, part: str) -> str:
