@@ -1,6 +1,6 @@
 """Measure DPO with a stored reference beside SFT on the same tokens, and beside trl's DPOTrainer.
 
-    python -m benchmarks.dpo [--rounds 2] [--output benchmarks/results/dpo.md]
+    python -m benchmarks.dpo [--rounds 1] [--output benchmarks/results/dpo.md]
 
 A Llama of 33.6M parameters on two ranks takes 4 pairs a rank and step: a prompt and two answers of words from
 the text that ships with the toolkit, about 480 tokens in all. SFT takes each prompt with each answer as a
@@ -28,7 +28,7 @@ from benchmarks.machine import describe
 from benchmarks.peer_models import SHAPES
 
 ROOT = Path(__file__).parents[1]
-SHAPE, PAIRS, RANKS, STEPS, SKIPPED = "33.6M", 4, 2, 16, 4
+SHAPE, PAIRS, RANKS, STEPS, SKIPPED = "33.6M", 4, 2, 12, 3
 LENGTH = 512
 PROMPT, ANSWER = 20, 130
 """Words of a prompt and of each answer."""
@@ -158,11 +158,13 @@ def train_by_trl(folder: Path, dtype: str) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens(dict.fromkeys(("pad_token", "eos_token"), "<|end_of_text|>"))
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=options,
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        processing_class=tokenizer,
         callbacks=[Clock()],
     )
     trainer.train()
@@ -201,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--trl", choices=DTYPES, help="what one rank of trl runs")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     options = parser.parse_args()
     if options.trl:

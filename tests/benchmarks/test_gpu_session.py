@@ -47,6 +47,7 @@ def test_no_run_is_rejected_before_launch(
         assert preflight.check(load_config(words[2:]), world_size=1, hardware=H100) == []
 
 
+@pytest.mark.slow
 def test_what_ran_failed_or_ran_out_of_time_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from toolkit.config.finetune import Finetune
-from toolkit.finetune.parameters import IN_ATTENTION, TOKEN_ROWS, all_shapes, trained_names
+from toolkit.finetune.parameters import IN_ATTENTION, all_shapes, trained_names
 from toolkit.metrics.flops import attention_flops, flops_per_token
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.parameter_table import EMBEDDING, INPUT, NORM, ParameterRow
 from toolkit.models.parameters import head_parameters, table
-
-_EMBEDDINGS = (EMBEDDING, TOKEN_ROWS)
 
 
 def model_flops(args: ModelArgs, finetune: Finetune, *, seq_len: int, causal: bool = False) -> float:
@@ -50,7 +48,8 @@ def fine_tuning_flops(args: ModelArgs, options: Finetune, *, seq_len: int, causa
         flows = flows or adapted or any(row.module in modules for row in block)
     head_input = flows or NORM in trained
     head_trained = any(
-        name.startswith("output.") or (args.tie_embeddings and name in _EMBEDDINGS) for name in trained
+        name.startswith("output.") or (args.tie_embeddings and name.startswith("tok_embeddings."))
+        for name in trained
     )
     backward += 2 * args.dim * (flows + (NORM in trained)) + 2 * head * (head_input + head_trained)
     return float(forward * (1 + options.extra_forwards) + backward)
