@@ -6,11 +6,13 @@ folder with weights in two formats is rejected, because they may belong to diffe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from functools import cache
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,19 +23,9 @@ from toolkit.checkpoint.read_tensor import open_checkpoint, read_chunks, saved_c
 from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
-from toolkit.errors import CheckpointError, DataError
-from toolkit.io.json_fields import Fields, check_heads, is_count, is_size
-from toolkit.models.common.args import (
-    Classifier,
-    IRoPEArgs,
-    LinearScaling,
-    MLAArgs,
-    ModelArgs,
-    MoEArgs,
-    RopeScaling,
-    Scaling,
-    YarnScaling,
-)
+from toolkit.errors import CheckpointError, DataError, join_or
+from toolkit.io.json_fields import Fields, check_heads, is_count
+from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.spec import CONFIG, PARAMS
 from toolkit.models.on_disk import EXPORTS
 from toolkit.models.registry import families
@@ -83,38 +75,19 @@ class CheckpointWeights:
         return read_chunks(self._chunks(name), stored.shape, stored.dtype, region, out)
 
 
-_COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "head_dim")
+_MAY_BE_ZERO = ("q_lora_rank", "temperature")
+"""Numbers that may be 0 although that is not their default."""
 
 
 def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     """Read model args written by :func:`dataclasses.asdict`, possibly before a field was added."""
     given = Fields(shape or {})
-    scaling = given.inner("rope_scaling")
-    family = given.values.get("family", ModelArgs.family)
-    if family not in families():
+    args: ModelArgs = _read(given, ModelArgs)
+    if args.family not in families():
         given.reject("family", f"must be {', '.join(families())}, or registered by job.custom_import")
-    limits = {"n_layers": MAX_LAYERS}
-    counts = {name: given.count(name, at_most=limits.get(name, MAX_SIZE)) for name in _COUNTS}
-    args = ModelArgs(
-        **counts,
-        norm_eps=given.positive("norm_eps", ModelArgs.norm_eps),
-        rope_theta=given.positive("rope_theta", ModelArgs.rope_theta),
-        rope_scaling=None if scaling is None else _scaling(scaling),
-        max_seq_len=given.count("max_seq_len", ModelArgs.max_seq_len),
-        tie_embeddings=given.flag("tie_embeddings"),
-        qk_norm=given.flag("qk_norm"),
-        qkv_bias=given.flag("qkv_bias"),
-        out_bias=given.flag("out_bias"),
-        sinks=given.flag("sinks"),
-        sliding_window=given.count("sliding_window") if "sliding_window" in given.values else None,
-        full_attention_step=_size(given, "full_attention_step"),
-        family=family if isinstance(family, str) else "",
-        classifier=_classifier(given),
-        moe=_moe(given),
-        mla=_mla(given),
-        irope=_irope(given),
-    )
-    _reject_unknown(given, ModelArgs)
+    if args.moe and not given.problems and (inner := given.inner("moe")):
+        for name, rule in args.moe.broken_rules().items():
+            inner.reject(name, rule)
     check_heads(
         given, heads="n_heads", kv_heads="n_kv_heads", n_heads=args.n_heads, n_kv_heads=args.n_kv_heads
     )
@@ -125,102 +98,50 @@ def _args(folder: Path, shape: dict[str, Any] | None) -> ModelArgs:
     return args
 
 
-def _size(given: Fields, name: str) -> int:
-    size = given.values.get(name, 0)
-    if not is_size(size):
-        given.reject(name, "must be a nonnegative integer")
-        return 0
-    return size
-
-
-def _mla(given: Fields) -> MLAArgs | None:
-    if (inner := given.inner("mla")) is None:
-        return None
-    _reject_unknown(inner, MLAArgs)
-    names = [field.name for field in fields(MLAArgs) if field.name != "q_lora_rank"]
-    rank = inner.count("q_lora_rank") if inner.values.get("q_lora_rank") else 0
-    return MLAArgs(q_lora_rank=rank, **{name: inner.count(name) for name in names})
-
-
-def _irope(given: Fields) -> IRoPEArgs | None:
-    if (inner := given.inner("irope")) is None:
-        return None
-    _reject_unknown(inner, IRoPEArgs)
-    temperature = inner.positive("temperature") if inner.values.get("temperature") else 0.0
-    return IRoPEArgs(inner.flag("qk_norm"), temperature, inner.count("temperature_floor"))
-
-
-def _reject_unknown(given: Fields, kind: type) -> None:
-    for name in given.values.keys() - {field.name for field in fields(kind)}:
+def _read(given: Fields, kind: Any) -> Any:
+    """Read a dataclass of numbers, flags, names and other dataclasses. Numbers are positive, or 0 if that is
+    their default; a field with a default may be missing."""
+    for name in given.values.keys() - _names(kind):
         given.reject(name, "is not a model field of this toolkit")
+    hints = get_type_hints(kind)
+    return kind(**{it.name: _value(given, it, hints[it.name]) for it in fields(kind)})
 
 
-def _scaling(given: Fields) -> Scaling:
-    """Read RoPE scaling as the class that has these fields."""
-    factor = given.positive("factor")
-    if given.values.keys() == {"factor"}:
-        return LinearScaling(factor)
-    if "beta_fast" in given.values:
-        return YarnScaling(
-            factor,
-            given.count("original_max_seq_len"),
-            given.positive("beta_fast"),
-            given.positive("beta_slow"),
-            given.positive("attention_factor", 0.0) or None,
-            given.flag("truncate", YarnScaling.truncate),
-            given.positive("mscale_all_dim", 0.0) if given.values.get("mscale_all_dim") else 0.0,
-        )
-    return RopeScaling(
-        factor,
-        given.positive("low_freq_factor", RopeScaling.low_freq_factor),
-        given.positive("high_freq_factor", RopeScaling.high_freq_factor),
-        given.count("original_max_seq_len", RopeScaling.original_max_seq_len),
-    )
+def _value(given: Fields, field: Field[Any], hint: Any) -> Any:
+    name, value, default = field.name, given.values.get(field.name), field.default
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and default is not MISSING:
+        return default
+    if classes := [it for it in kinds if is_dataclass(it)]:
+        if (inner := given.inner(name)) is None:
+            return None
+        # Of RoPE's scalings, the smallest with these fields.
+        found = inner.values.keys()
+        return _read(inner, min(classes, key=lambda it: (not found <= _names(it), len(_names(it)))))
+    if get_origin(hint) is tuple:
+        of_names = get_args(hint)[0] is str
+        fits = (lambda it: isinstance(it, str)) if of_names else partial(is_count, at_most=MAX_SIZE)
+        if isinstance(value, list) and all(map(fits, value)) and (value or default is not MISSING):
+            return tuple(value)
+        given.reject(name, f"must be a list of {'names' if of_names else 'sizes'}")
+        return ()
+    if hint is str or get_origin(hint) is Literal:
+        allowed = get_args(hint)
+        if value not in allowed if allowed else not isinstance(value, str):
+            given.reject(name, f"must be {join_or(map(json.dumps, allowed)) if allowed else 'a name'}")
+            return default
+        return value
+    if hint is bool:
+        return given.flag(name)
+    if value == 0 and not isinstance(value, bool) and (default == 0 or name in _MAY_BE_ZERO):
+        return value
+    if int in kinds:
+        return given.count(name, at_most=MAX_LAYERS if name == "n_layers" else MAX_SIZE)
+    return given.positive(name)
 
 
-def _classifier(given: Fields) -> Classifier | None:
-    inner = given.inner("classifier")
-    if inner is None:
-        return None
-    labels, sizes = inner.values.get("labels"), inner.values.get("hidden_sizes", [])
-    if not isinstance(labels, list) or not all(isinstance(it, str) for it in labels) or not labels:
-        inner.reject("labels", "must be the names of classes")
-        labels = []
-    if not isinstance(sizes, list) or not all(is_count(size, at_most=MAX_SIZE) for size in sizes):
-        inner.reject("hidden_sizes", "must be sizes of layers")
-        sizes = []
-    return Classifier(tuple(labels), tuple(sizes))
-
-
-def _moe(given: Fields) -> MoEArgs | None:
-    inner = given.inner("moe")
-    if inner is None:
-        return None
-    names = ("num_shared_experts", "num_expert_groups", "num_limited_groups", "first_dense")
-    sizes = {name: _size(inner, name) for name in names}
-    score_func = inner.values.get("score_func", MoEArgs.score_func)
-    if score_func not in ("softmax", "sigmoid"):
-        inner.reject("score_func", 'must be "softmax" or "sigmoid"')
-    experts, top_k = inner.count("num_experts"), inner.count("top_k")
-    _reject_unknown(inner, MoEArgs)
-    moe = MoEArgs(
-        experts,
-        top_k,
-        inner.count("ffn_dim"),
-        score_func=score_func,
-        route_norm=inner.flag("route_norm"),
-        route_scale=inner.positive("route_scale", MoEArgs.route_scale),
-        expert_bias=inner.flag("expert_bias"),
-        step=inner.count("step", MoEArgs.step),
-        bias=inner.flag("bias"),
-        swiglu_limit=inner.positive("swiglu_limit") if inner.values.get("swiglu_limit") else 0.0,
-        swiglu_alpha=inner.positive("swiglu_alpha", MoEArgs.swiglu_alpha),
-        score_before_experts=inner.flag("score_before_experts"),
-        **sizes,
-    )
-    for name, rule in {} if inner.problems else moe.broken_rules().items():
-        inner.reject(name, rule)
-    return moe
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
 
 
 def open_weights(
