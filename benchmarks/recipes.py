@@ -48,6 +48,7 @@ def loras(folder: Path) -> list[str]:
         convert.main(["pissa", *map(str, (base, initial, residual)), f"--rank={RANK}", "--dtype=float32"])
     start = [
         f"--checkpoint.initial_load_path={residual}",
+        "--checkpoint.initial_load_in_hf=true",
         f"--finetune.adapter_path={initial}",
         f"--finetune.lora.alpha={RANK}",
     ]

@@ -16,7 +16,8 @@ checkpoint.initial_load_path, unless OUT itself is named step-N. IN and OUT may 
 (s3://bucket/model); OUT is then written to a temporary folder (TMPDIR) first.
 
 pissa divides BASE into OUT, which has all but the principal part of the weights, and that part as a LoRA, the
-PEFT folder ADAPTER. Train with checkpoint.initial_load_path = OUT and finetune.adapter_path = ADAPTER.
+PEFT folder ADAPTER. Train with checkpoint.initial_load_path = OUT, checkpoint.initial_load_in_hf = true and
+finetune.adapter_path = ADAPTER.
 
 OUT appears complete or not at all. After a kill, the same command reuses the finished Hugging Face files; an
 OUT that is a URL leaves nothing behind, unless the program is killed by SIGKILL. Exit codes: 0 done, 2
@@ -196,6 +197,7 @@ def main(argv: Sequence[str]) -> int:
         lora = initial.options.lora
         print(
             f"{asked.adapter}: its LoRA; to train it: --checkpoint.initial_load_path={conversion.out} "
+            "--checkpoint.initial_load_in_hf=true "
             f"--finetune.adapter=lora --finetune.adapter_path={asked.adapter} "
             f"--finetune.lora.rank={lora.rank} --finetune.lora.alpha={lora.rank} "
             f"--finetune.lora.target_modules={','.join(lora.target_modules)}"

@@ -130,7 +130,7 @@ class OrderedReduceScatter:
 
 
 class BitwiseSums:
-    """The sums of a step.
+    """Bitwise equal sums of the gradients of a step.
 
     Attributes:
         last: whether the gradients that are reduced next are the last ones of the step.

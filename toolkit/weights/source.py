@@ -72,7 +72,7 @@ def reject_mismatches(place: Path, problems: Mapping[str, list[str]]) -> None:
 
 
 class TiedHead:
-    """Removes a stored head from ``tensors`` if the model ties it. The head is compared with the embedding
+    """Removal of a stored head from ``tensors`` if the model ties it. The head is compared with the embedding
     when that is read, so that no value is read twice and each rank compares its shard.
 
     The setting that ties them is ``key`` in the file ``config``.

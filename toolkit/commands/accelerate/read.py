@@ -60,7 +60,7 @@ def read_file(path: Path) -> list[Given]:
 
 
 def _inside(prefix: str, value: Any, name: str, origin: str) -> Iterator[Given]:
-    """Yield the keys of an inner table, by the names that they have outside of it."""
+    """Yield the keys of an inner table, by their names outside of it."""
     if not isinstance(value, dict | None):
         raise ConfigError(Problem("must be a table of keys", "give it keys of its own", name, value, origin))
     for key, (inner, where) in (value or {}).items():
