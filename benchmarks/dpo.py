@@ -3,7 +3,7 @@
     python -m benchmarks.dpo [--rounds 1] [--output benchmarks/results/dpo.md]
 
 A Llama of 33.6M parameters on two ranks takes 4 pairs a rank and step: a prompt and two answers of words from
-the text that ships with the toolkit, about 480 tokens in all. SFT takes each prompt with each answer as a
+the text that ships with the toolkit, at most 480 tokens in all. SFT takes each prompt with each answer as a
 conversation of its own. Both read rows of 512 tokens, of one pair or two conversations. trl, with DDP, pads
 to its longest sequence, and precomputes the reference's log-probabilities, too. Runs take turns, and the
 medians are over the steps after the first ones of all rounds.
@@ -26,11 +26,12 @@ from typing import Any
 
 from benchmarks.machine import describe
 from benchmarks.peer_models import SHAPES
+from toolkit.hardware import cores
 
 ROOT = Path(__file__).parents[1]
 SHAPE, PAIRS, RANKS, STEPS, SKIPPED = "33.6M", 4, 2, 12, 3
 LENGTH = 512
-PROMPT, ANSWER = 20, 130
+PROMPT, ANSWER = 20, 110
 """Words of a prompt and of each answer."""
 DTYPES = ("float32", "bfloat16")
 KINDS = {
@@ -40,7 +41,13 @@ KINDS = {
 
 
 def write_data(folder: Path) -> None:
-    """Write pairs for each step, as trl and the toolkit read them, and as conversations for SFT."""
+    """Write pairs for each step, as trl and the toolkit read them, and as conversations for SFT.
+
+    A prompt with its answer has at most 240 tokens, so that nothing is cut.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     with gzip.open(ROOT / "toolkit/data/embedded/train.jsonl.gz", "rt", encoding="utf-8") as text:
         words = " ".join(json.loads(line)["text"] for line in text).split()
     rng = random.Random(0)
@@ -49,10 +56,12 @@ def write_data(folder: Path) -> None:
         first = rng.randrange(len(words) - count)
         return " ".join(words[first : first + count])
 
-    rows = [
-        {"prompt": say(PROMPT), "chosen": say(ANSWER), "rejected": say(ANSWER)}
-        for _ in range(PAIRS * RANKS * STEPS)
-    ]
+    rows: list[dict[str, str]] = []
+    while len(rows) < PAIRS * RANKS * STEPS:
+        row = {"prompt": say(PROMPT), "chosen": say(ANSWER), "rejected": say(ANSWER)}
+        sizes = {name: len(tokenizer.encode(text)) for name, text in row.items()}
+        if sizes["prompt"] + max(sizes["chosen"], sizes["rejected"]) <= 240:
+            rows.append(row)
     turns = [
         {
             "messages": [
@@ -118,7 +127,7 @@ def trl(folder: Path, dtype: str) -> list[float]:
     """Return the seconds of the steps of trl's trainer, by torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command = [*launcher, "-m", "benchmarks.dpo", "--folder", str(folder), "--trl", dtype]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(cores() // RANKS)}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("[") and line.endswith("]")]
     return json.loads(line)[SKIPPED:]
@@ -212,8 +221,8 @@ def main() -> None:
     machine = describe()
     seconds: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder))
         write_model(Path(folder, "model"))
+        write_data(Path(folder))
         for number in range(options.rounds):
             for dtype in DTYPES:
                 for kind in KINDS:

@@ -33,7 +33,7 @@ RATES = {
     "decays to 0": [],
     "constant": ["--lr_scheduler.decay_type=constant"],
 }
-DECAYS = (0.9, 0.99)
+DECAYS = (0.99,)
 
 
 def loras(folder: Path) -> list[str]:
@@ -45,7 +45,9 @@ def loras(folder: Path) -> list[str]:
     base, initial, residual = (folder / it for it in ("base", "pissa_initial", "pissa_residual"))
     if not initial.exists():
         shutil.rmtree(residual, ignore_errors=True)
-        convert.main(["pissa", *map(str, (base, initial, residual)), f"--rank={RANK}", "--dtype=float32"])
+        assert not convert.main(
+            ["pissa", *map(str, (base, initial, residual)), f"--rank={RANK}", "--dtype=float32"]
+        )
     start = [
         f"--checkpoint.initial_load_path={residual}",
         "--checkpoint.initial_load_in_hf=true",

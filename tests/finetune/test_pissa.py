@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,14 @@ def test_it_starts_where_the_model_is(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = logits(save_transformers(tmp_path / "base", family))
+    tokens = {"bos_token_id": 3, "eos_token_id": [5, 7]}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(tokens))
     assert divide(tmp_path, f"--rank={RANK}") == EXIT_FINISHED
     said = capsys.readouterr().out
     assert f"--finetune.adapter_path={tmp_path / 'initial'} --finetune.lora.rank={RANK}" in said
+    assert (
+        json.loads((tmp_path / "residual" / "generation_config.json").read_text()).items() >= tokens.items()
+    )
     initial = open_adapter_on(tmp_path / "initial", open_weights(tmp_path / "residual"))
     check_close(logits(adapted(initial, lambda model: read(tmp_path / "residual"))), base)
     residual = logits(read(tmp_path / "residual"))
@@ -89,6 +95,8 @@ def test_what_it_cannot_divide_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert divide(tmp_path, "--target-modules=wx") == EXIT_DATA
     assert "has no linear layers named wx" in capsys.readouterr().err
     assert not any((tmp_path / it).exists() for it in ("initial", "residual"))
+    with pytest.raises(SystemExit):
+        divide(tmp_path, "--vocab-size=200")
     with pytest.raises(SystemExit) as stopped:
         convert.main(["merge", *map(str, [tmp_path / "base", tmp_path, tmp_path / "out"]), "--rank=4"])
     assert stopped.value.code == EXIT_CONFIG

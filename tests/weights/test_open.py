@@ -285,7 +285,7 @@ def test_a_manifest_may_have_experts(tmp_path: Path) -> None:
         ({"num_expert_groups": 3}, "moe.num_expert_groups = 3: must divide num_experts, which is 16"),
         ({"ffn_dim": None}, "moe.ffn_dim is missing"),
         ({"num_experts": 0}, "moe.num_experts = 0: must be a positive integer"),
-        ({"first_dense": -1}, "moe.first_dense = -1: must be a positive integer"),
+        ({"first_dense": -1}, "moe.first_dense = -1: must be a nonnegative integer"),
         ({"step": 0}, "moe.step = 0: must be a positive integer"),
         ({"score_func": "tanh"}, 'moe.score_func = "tanh": must be "softmax" or "sigmoid"'),
         ({"route_norm": 1}, "moe.route_norm = 1: must be true or false"),

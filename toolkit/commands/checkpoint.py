@@ -302,7 +302,9 @@ def _parser() -> argparse.ArgumentParser:
     combined.add_argument("base", type=local_path, metavar="BASE")
     combined.add_argument("out", type=local_path, metavar="OUT")
     combined.add_argument("adapters", type=_weighted, nargs="+", metavar="ADAPTER=WEIGHT")
-    combined.add_argument("--trained-on", type=local_path, metavar="MODEL", help="if it is not BASE")
+    combined.add_argument(
+        "--trained-on", type=local_path, metavar="MODEL", help="if it is not BASE: PiSSA's RESIDUAL"
+    )
     which = averaged.add_mutually_exclusive_group()
     which.add_argument("--last", type=count, metavar="K", help="the newest K steps of each folder")
     which.add_argument("--steps", type=_steps, metavar="N,N", default=(), help="these steps of each folder")

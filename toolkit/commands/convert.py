@@ -110,7 +110,8 @@ def _principal(asked: argparse.Namespace) -> Adapter:
     from toolkit.weights.open import open_weights
 
     reject_existing(asked.adapter)
-    base = open_weights(asked.source)
+    reject_existing(asked.out)
+    base = open_weights(asked.source, verify=not asked.dry_run, ema=asked.ema)
     with tqdm(unit="B", unit_scale=True, disable=None, desc="decomposition") as bar:
         return principal_adapter(
             base,
@@ -144,6 +145,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("merge and pissa take BASE ADAPTER OUT, and no other way an adapter")
     if asked.way != "pissa" and (asked.rank or asked.target_modules):
         parser.error("--rank and --target-modules are for pissa")
+    if asked.way == "pissa" and asked.vocab_size is not None:
+        parser.error("--vocab-size is not for pissa: resize BASE first")
     to_hf = asked.way.endswith("-hf") or asked.adapter is not None
     if asked.max_bytes is not None and (asked.max_bytes < 0 or not to_hf):
         parser.error("--max-bytes is 0 or more, and for Hugging Face's files")
@@ -165,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
             dtype=getattr(torch, asked.dtype) if asked.dtype else None,
             vocab_size=asked.vocab_size,
             tokenizer=asked.tokenizer,
-            hashes=not asked.dry_run,
+            hashes=not asked.dry_run and initial is None,
             ema=asked.ema,
         )
         if asked.dry_run:

@@ -92,7 +92,7 @@ def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
     experts, such as layers.0.moe.experts.w1, and the embedding and head of a model that does not tie them.
 
     Targets are the last components of names, ours or Hugging Face's, or patterns of full names. "all-linear"
-    does not include routers, embedding and head.
+    does not include routers, embedding and head, and patterns not the latter two.
     """
     patterns, hf_names = options.lora.target_modules, hf_linear_names(args)
     selected = {name for name, hf_name in hf_names.items() if {name, hf_name} & set(patterns)}
@@ -100,7 +100,8 @@ def lora_targets(args: ModelArgs, options: Finetune) -> list[str]:
     def is_target(name: str, row: ParameterRow) -> bool:
         if (ALL_LINEAR in patterns and row.is_block_matrix) or (EXPERTS in patterns and row.experts):
             return True
-        return name.rpartition(".")[2] in selected or matches_any(name, patterns)
+        named = name.rpartition(".")[2] in selected
+        return named if row.outer else named or matches_any(name, patterns)
 
     return [name for name, row in adaptable(args).items() if is_target(name, row)]
 

@@ -40,10 +40,12 @@ def principal_adapter(
     rows, targets = adaptable(base.args), lora_targets(base.args, options)
     if not targets:
         raise DataError(f"{base.place} has no linear layers named {', '.join(target_modules)}")
+    smallest = min((rows[it] for it in targets), key=lambda row: min(row.shape[-2:]))
+    if rank > min(smallest.shape[-2:]):
+        size = " × ".join(map(str, smallest.shape[-2:]))
+        raise DataError(f"{smallest.name} is {size}: its rank is below {rank}")
     values = {}
     for row in (rows[it] for it in targets):
-        if rank > min(row.shape[-2:]):
-            raise DataError(f"{row.name} is {row.shape[-2]} × {row.shape[-1]}: its rank is below {rank}")
         weight = base.read(row.name).float()
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)

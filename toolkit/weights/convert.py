@@ -148,7 +148,8 @@ def prepare(
         source = Resized(source, vocab_size)
     if dtype is not None:
         source = Cast(source, dtype)
-    companions = _companions(original, tokenizer, merged)
+    # An adapter in memory was made from the model itself.
+    companions = _companions(original, tokenizer, None if isinstance(adapter, Adapter) else merged)
     if companions.entries > source.args.vocab_size:
         raise DataError(
             f"the tokenizer has {companions.entries:,} entries, the model {source.args.vocab_size:,}\n"

@@ -24,7 +24,7 @@ from toolkit.config.local_paths import expand_user
 from toolkit.config.types import MAX_LAYERS, MAX_SIZE
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError, join_or
-from toolkit.io.json_fields import Fields, check_heads, is_count
+from toolkit.io.json_fields import Fields, check_heads, is_count, is_size
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.spec import CONFIG, PARAMS
 from toolkit.models.on_disk import EXPORTS
@@ -115,9 +115,9 @@ def _value(given: Fields, field: Field[Any], hint: Any) -> Any:
     if classes := [it for it in kinds if is_dataclass(it)]:
         if (inner := given.inner(name)) is None:
             return None
-        # Of RoPE's scalings, the smallest with these fields.
+        # Of RoPE's scalings, the smallest with most of these fields.
         found = inner.values.keys()
-        return _read(inner, min(classes, key=lambda it: (not found <= _names(it), len(_names(it)))))
+        return _read(inner, min(classes, key=lambda it: (-len(found & _names(it)), len(_names(it)))))
     if get_origin(hint) is tuple:
         of_names = get_args(hint)[0] is str
         fits = (lambda it: isinstance(it, str)) if of_names else partial(is_count, at_most=MAX_SIZE)
@@ -133,9 +133,13 @@ def _value(given: Fields, field: Field[Any], hint: Any) -> Any:
         return value
     if hint is bool:
         return given.flag(name)
-    if value == 0 and not isinstance(value, bool) and (default == 0 or name in _MAY_BE_ZERO):
+    may_be_zero = default == 0 or name in _MAY_BE_ZERO
+    if may_be_zero and (is_size(value) or (int not in kinds and value == 0.0)):
         return value
     if int in kinds:
+        if may_be_zero and value is not None:
+            given.reject(name, "must be a nonnegative integer")
+            return 0
         return given.count(name, at_most=MAX_LAYERS if name == "n_layers" else MAX_SIZE)
     return given.positive(name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.config.name_patterns import unmatched
+from toolkit.config.schema import registry
 from toolkit.errors import Problem, closest, first_few
 from toolkit.finetune.parameters import all_shapes, trained_names
 from toolkit.optim.groups import group_of
@@ -43,6 +44,8 @@ def groups_apply(run: PlannedRun) -> Iterator[Problem]:
             yield run.problem(f"{key}.params", rule, "remove the group, or set it before the others")
         if name in used and group.name and name not in beyond:
             rule = f"with optimizer.name = {options.name}, AdamW or Adam updates these parameters anyway"
+            if options.name in registry("optimizer.name"):
+                rule = f"optimizer.name = {options.name} is registered, and updates all parameters itself"
             yield run.problem(f"{key}.name", rule, "remove it", "optimizer.name")
         if group.lr is None and group.weight_decay is None and group.name is None:
             rule = f"[{key}] sets no option, so it has no effect"
