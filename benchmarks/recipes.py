@@ -31,7 +31,11 @@ LORAS: dict[str, tuple[str, ...]] = {
 STEPS = 300
 RATES = {
     "decays to 0": [],
-    "constant": ["--lr_scheduler.decay_type=constant"],
+    "constant": [
+        "--lr_scheduler.decay_type=constant",
+        "--lr_scheduler.decay_ratio=None",
+        "--lr_scheduler.min_lr_factor=0",
+    ],
 }
 DECAYS = (0.99,)
 

@@ -41,7 +41,7 @@ def train(folder: Path, *flags: str) -> Records:
 
 
 def samples(folder: Path) -> list[str]:
-    """What the trained model writes after each of ``PROMPTS``."""
+    """Text that the trained model writes after each of ``PROMPTS``."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     command = [sys.executable, "-m", "toolkit", "generate", str(folder), "--json", "--dtype", "float32"]
     done = subprocess.run([*command, *prompts, *SAMPLE], check=True, capture_output=True, text=True)

@@ -91,7 +91,7 @@ CASES: list[Bad] = [
     *(
         bad("token_rows_exist", f"finetune.trainable_token_indices={indices} {LORA}{others}", *says)
         for indices, others, *says in (
-            ("3,4352", "", "4352 is no token of a vocabulary of 4352", "from 0 to 4351"),
+            ("3,4352", "", "4352 is not a token of a vocabulary of 4352", "from 0 to 4351"),
             ("3,5,3", "", "3 is listed twice", "list each token once"),
             ("3", " finetune.trainable=tok_embeddings.*", "selects tok_embeddings.weight", "that pattern"),
             ("3", " finetune.lora.target_modules=tok_embeddings", "adapts the whole embedding", "of the two"),

@@ -185,8 +185,8 @@ class Finetune(Table):
     trainable_token_indices: Annotated[
         list[NonNegative], OnlyWith("finetune.adapter", ("lora",), rejected=True)
     ] = []
-    """Tokens, such as new ones, whose rows of the embedding, and of a tied head, are trained beside LoRA; the
-    other rows stay frozen."""
+    """Tokens, such as new ones, whose rows of the embedding, and of a tied head, are trained next to LoRA.
+    Other rows stay frozen."""
     freeze_first_layers: NonNegative = 0
     """Number of blocks to freeze, counted from the first; the embedding is frozen with them."""
     freeze_last_layers: NonNegative = 0

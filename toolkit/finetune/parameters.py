@@ -13,7 +13,7 @@ from toolkit.models.parameters import adaptable, is_classifier_head, parameter_s
 
 _LORA = ("lora_a", "lora_b", "magnitude")
 TOKEN_ROWS = "tok_embeddings.token_rows"
-"""Rows of the embedding that are trained beside LoRA."""
+"""Rows of the embedding trained together with LoRA."""
 IN_ATTENTION = ".attention.adapter."
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 """Targets of LoRA: all linear layers and experts of the blocks; all weights of routed experts."""
@@ -120,7 +120,7 @@ def fixed_ends(args: ModelArgs) -> list[str]:
 
 
 def fixed_end(args: ModelArgs, pattern: str) -> str | None:
-    """Return the one of :func:`fixed_ends` that a LoRA target matches, in either naming."""
+    """Return the name in :func:`fixed_ends` that a LoRA target matches, in either naming."""
     for name in fixed_ends(args):
         modules = [it.removesuffix(".weight") for it in (name, table(args).to_hf(name))]
         if any(matches_any(module, [pattern]) for module in (*modules, modules[1].rpartition(".")[2])):

@@ -1,4 +1,4 @@
-"""Training of single rows of the token embedding, such as those of new tokens, beside LoRA.
+"""Training of single rows of the token embedding, such as those of new tokens, together with LoRA.
 
 The rows are a parameter of their own, which FSDP, tensor parallelism and checkpoints treat like any other;
 the table stays frozen. Like PEFT's trainable tokens, they are new values, not differences.

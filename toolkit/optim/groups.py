@@ -21,7 +21,7 @@ class ParameterOptions(NamedTuple):
     Attributes:
         label: the group's name, "*" without one; with LoRA+, those of B matrices end in ".lora_b".
         lr_ratio: learning rate, relative to ``optimizer.lr``.
-        adamw: whether AdamW updates it in place of ``optimizer.name``.
+        adamw: whether AdamW updates it instead of ``optimizer.name``.
     """
 
     label: str
@@ -36,7 +36,7 @@ def group_of(name: str, options: Optimizer) -> str | None:
 
 
 def by_adamw(name: str, options: Optimizer) -> bool:
-    """Return whether the group of a parameter asks for AdamW in place of ``optimizer.name``."""
+    """Return whether the group of a parameter asks for AdamW instead of ``optimizer.name``."""
     key = group_of(name, options)
     return key is not None and options.groups[key].name is not None
 

@@ -61,7 +61,7 @@ def parameter_groups(parameters: NamedParameters, config: Config) -> list[dict]:
     if nothing is trainable.
 
     Before each step, ``lr`` of a group is set to the schedule's learning rate times its ``lr_ratio``. Groups
-    that AdamW updates in place of ``optimizer.name`` have ``adamw`` set.
+    that AdamW updates instead of ``optimizer.name`` have ``adamw`` set.
 
     Raises:
         ValueError: ``optimizer.layer_lr_decay`` is set without ``model.n_layers``.

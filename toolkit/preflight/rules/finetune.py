@@ -88,7 +88,7 @@ def token_rows_exist(run: PlannedRun) -> Iterator[Problem]:
     if run.model is None or options.adapter != "lora" or not indices:
         return
     if beyond := [it for it in indices if it >= run.model.vocab_size]:
-        rule = f"{beyond[0]} is no token of a vocabulary of {run.model.vocab_size}"
+        rule = f"{beyond[0]} is not a token of a vocabulary of {run.model.vocab_size}"
         yield run.problem(key, rule, f"use numbers from 0 to {run.model.vocab_size - 1}")
     if len(set(indices)) < len(indices):
         twice = next(it for it in indices if indices.count(it) > 1)
