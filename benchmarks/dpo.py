@@ -102,6 +102,7 @@ def ours(folder: Path, kind: str, dtype: str, number: int) -> list[float]:
     flags = [
         f"--job.dump_folder={place}",
         f"--model.hf_assets_path={folder / 'model'}",
+        f"--model.tokenizer_path={ROOT / 'tests/assets/tokenizer'}",
         f"--checkpoint.initial_load_path={folder / 'model'}",
         "--checkpoint.initial_load_in_hf=true",
         "--checkpoint.enable=true",
@@ -136,7 +137,7 @@ def trl(folder: Path, dtype: str) -> list[float]:
 def train_by_trl(folder: Path, dtype: str) -> None:
     """Train on this rank, and print the seconds of each step on rank 0."""
     import torch
-    from datasets import Dataset
+    from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
@@ -149,7 +150,9 @@ def train_by_trl(folder: Path, dtype: str) -> None:
         def on_step_end(self, *arguments: Any, **others: Any) -> None:
             seconds[-1] += time.perf_counter()
 
-    rows = [json.loads(line) for line in (folder / "DPO.jsonl").read_text().splitlines()]
+    data = load_dataset(
+        "json", data_files=str(folder / "DPO.jsonl"), split="train", cache_dir=str(folder / "cache")
+    )
     options = DPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=PAIRS,
@@ -172,7 +175,7 @@ def train_by_trl(folder: Path, dtype: str) -> None:
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=options,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=data,
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
