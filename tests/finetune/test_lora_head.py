@@ -109,6 +109,7 @@ def test_a_small_update_is_not_rounded_away() -> None:
     ("targets", "ends"),
     [
         (["all-linear"], []),
+        (["*"], []),
         (["layers.*"], []),
         (["all-linear", "lm_head"], ["output"]),
         (["embed_tokens", "wq"], ["tok_embeddings"]),

@@ -57,7 +57,8 @@ def parameter_options(name: str, options: Optimizer, n_layers: int | None) -> Pa
         label, ratio = f"{label}.lora_b", ratio * options.loraplus_lr_ratio
     if options.layer_lr_decay != 1:
         ratio *= options.layer_lr_decay ** _distance(name, n_layers)
-    decay = 0.0 if matches_any(name, options.no_decay) else decay
+    if matches_any(name, options.no_decay):
+        decay = 0.0
     return ParameterOptions(label, ratio, decay, by_adamw(name, options))
 
 
