@@ -17,7 +17,9 @@ from toolkit import cpu, fused
 from toolkit.config import Config
 from toolkit.config.local_paths import expand_user
 from toolkit.config.training import Loss
+from toolkit.cpu.linear import is_faster, replace_linears
 from toolkit.distributed.process_group import DTYPES, native_dtype
+from toolkit.hardware import device_type
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.common.decoder import Decoder
 from toolkit.models.from_config import attention_name
@@ -48,6 +50,14 @@ def compiles(config: Config, device: torch.device, args: ModelArgs) -> bool:
     if config.compile.enable or device.type != "cuda":
         return config.compile.enable
     return bool(config.training.fused_parts) or attention_name(config, device.type, args) == "flex"
+
+
+def _uses_onednn(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether linear layers use oneDNN; not if backward is split, which would compute gradients twice."""
+    from toolkit.parallel.pipeline_schedules import may_split_backward
+
+    on_cpu = device_type(device.type) == "cpu" and cpu.is_enabled()
+    return on_cpu and dtype == torch.float32 and is_faster() and not may_split_backward(config.parallelism)
 
 
 def _shards(config: Config, mesh: Mesh) -> SequenceShards | None:
@@ -130,6 +140,8 @@ def build_model(
             model.output.training_losses = training_losses(config)
         if converters:
             converters.convert(model)
+        if _uses_onednn(config, device, param_dtype):
+            replace_linears(model)
         parallelize(
             model,
             mesh,

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.helpers import run_world
 from tests.mesh_runs import configure
 from tests.training import small_config, small_trainer
-from toolkit.commands import convert
+from toolkit.commands import convert, generate
 from toolkit.config import Config
 from toolkit.config.optimizer import Optimizer
 from toolkit.optim.ema import weight_average
@@ -91,7 +91,15 @@ def _convert(*arguments: str) -> int:
     return convert.main([*arguments, "--verify"])
 
 
-def test_validation_reports_the_loss_of_what_is_exported(tmp_path: Path) -> None:
+def _text(capsys: pytest.CaptureFixture[str], *asked: str) -> str:
+    sampling = ("--prompt", "Once upon", "--temperature", "1", "--max-new-tokens", "20", "--dtype", "float32")
+    assert generate.main([*asked, *sampling]) == 0
+    return capsys.readouterr().out
+
+
+def test_validation_reports_the_loss_of_what_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The average of two ranks, resumed by one, exported, and validated as the weights of a run."""
     validation = {"validation": {"enable": True, "dataset": "embedded_validation", "seq_len": 32, "freq": 2,
                                  "samples": 8, "local_batch_size": 1}}  # fmt: skip
@@ -106,6 +114,11 @@ def test_validation_reports_the_loss_of_what_is_exported(tmp_path: Path) -> None
         exported[name] = load_file(tmp_path / name / "model.safetensors")
     assert exported["ema"].keys() == exported["plain"].keys()
     assert all(not torch.equal(it, exported["plain"][name]) for name, it in exported["ema"].items())
+    capsys.readouterr()
+    texts = [_text(capsys, *asked) for asked in ((step, "--ema"), (str(tmp_path / "ema"),), (step,))]
+    assert texts[0] == texts[1] != texts[2]
+    assert generate.main([str(tmp_path / "ema"), "--ema", "--prompt", "a"]) == 3
+    assert "only these have an EMA" in capsys.readouterr().err
     [found] = run_world(_validation_of, 1, str(tmp_path), validation, timeout=100)
     assert found == pytest.approx(values["validation_ema_loss"], rel=1e-5)
 

@@ -143,6 +143,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="on MODEL: a PEFT folder, or a run's folder or step-N of an adapter",
     )
+    add_ema_argument(parser)
     parser.add_argument(
         "--tokenizer", metavar="PATH", type=local_path_text, help="its folder or file (default: the model's)"
     )
@@ -160,6 +161,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="under torchrun: shard each weight over N ranks, and use FSDP over the rest",
     )
     add_custom_import(parser)
+
+
+def add_ema_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --ema, for programs that read the weights of a checkpoint."""
+    parser.add_argument(
+        "--ema", action="store_true", help="the moving average of trained weights (optimizer.ema_decay)"
+    )
 
 
 def add_bos_argument(parser: argparse.ArgumentParser) -> None:

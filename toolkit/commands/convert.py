@@ -37,7 +37,14 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from toolkit.commands.arguments import add_custom_import, any_path, command_parser, count, local_path
+from toolkit.commands.arguments import (
+    add_custom_import,
+    add_ema_argument,
+    any_path,
+    command_parser,
+    count,
+    local_path,
+)
 from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
 from toolkit.launcher.signals import Stopped
 
@@ -81,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="read all back, compare each bit, and reject NaN and infinity"
     )
-    parser.add_argument(
-        "--ema", action="store_true", help="the moving average of trained weights (optimizer.ema_decay)"
-    )
+    add_ema_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what each tensor becomes, and stop")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

@@ -49,6 +49,7 @@ def load_as_asked(
             tp=arguments.tp,
             tokenizer_path=arguments.tokenizer,
             add_bos=add_bos,
+            ema=arguments.ema,
             adapters=adapters_as_asked(arguments),
             check=check,
         )

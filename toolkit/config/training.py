@@ -220,8 +220,9 @@ class Training(Table):
     """Device to train on. auto: the GPUs that nvidia-smi lists, else the CPU. A rank that finds another
     device than the preflight did stops with an error."""
     cpu_fast_paths: Annotated[bool, Needs("a CPU")] = True
-    """On CPUs, use the toolkit's own attention and RMSNorm, exchange FSDP's shards through shared memory and
-    keep freed memory; false uses torch's operators, gloo's sockets and malloc's defaults."""
+    """On CPUs, use the toolkit's own attention and RMSNorm, multiply fp32 by oneDNN where it is faster,
+    exchange FSDP's shards through shared memory and keep freed memory; false uses torch's operators, gloo's
+    sockets and malloc's defaults."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Data type of parameters and optimizer state."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"

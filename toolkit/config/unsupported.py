@@ -23,7 +23,7 @@ _NO_QUANTIZED = "quantized Hugging Face weights are only published for mixture-o
 _Keys = dict[str, tuple[bool | int | str | list[str] | None, str]]
 
 REMOVED: _Keys = {
-    "model.matmul": ("auto", "fp32 matmuls by oneDNN have been removed; torch uses oneDNN for bfloat16"),
+    "model.matmul": ("auto", _FAST_PATHS),
     "model.norm": ("auto", _FAST_PATHS),
     "parallelism.fsdp_shared_memory": (True, _FAST_PATHS),
     "lr_scheduler.expression": (None, NO_EXPRESSION),

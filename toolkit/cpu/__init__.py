@@ -1,8 +1,8 @@
 """Fast paths for ranks on a CPU, instead of torch's own operators and gloo's sockets.
 
-The fast paths are blockwise attention, chunked RMSNorm, matmuls with prepacked weights, single-token
-attention, collectives through shared memory, and retention of freed memory in malloc. training.cpu_fast_paths
-= false disables them all. Imports no torch.
+The fast paths are blockwise attention, chunked RMSNorm, linear layers by oneDNN, matmuls with prepacked
+weights, single-token attention, collectives through shared memory, and retention of freed memory in malloc.
+training.cpu_fast_paths = false disables them all. Imports no torch.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ def load_model(
     tokenizer_path: Path | str | None = None,
     add_bos: bool | None = None,
     verify: bool = True,
+    ema: bool = False,
     adapters: Mapping[str, Path | str] | None = None,
     check: Callable[[Tokenizer | None, ModelArgs], object] | None = None,
 ) -> LoadedModel:
@@ -127,7 +128,8 @@ def load_model(
     selected.
 
     In a process group the model is sharded over all ranks. Parameters gathered in the first forward stay
-    gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, divided among the ranks.
+    gathered if they fit on all ranks. ``verify`` checks the hashes of a checkpoint, divided among the ranks;
+    ``ema`` reads the moving average of its trained weights.
     The tokenizer is the one at ``tokenizer_path``, else the one next to the weights, else the one used in the
     checkpoint's training; ``add_bos`` overrides whether plain texts begin with BOS. Every rank calls
     ``check`` with the tokenizer before weights are read, so that it can reject the tokenizer.
@@ -137,7 +139,7 @@ def load_model(
             of a custom decoder differ from the toolkit's.
         DataError: weights or tokenizer are unusable; raised on every rank.
     """
-    source, adapter_set = _open(path, adapters or {}, verify)
+    source, adapter_set = _open(path, adapters or {}, verify, ema)
     if source.args.classifier:
         raise DataError(
             f"{path} is a classifier with {len(source.args.classifier.labels)} classes and generates no "
@@ -187,12 +189,14 @@ _DEFAULT_ADAPTER = ""
 _KWARGS = "data.chat_template_kwargs."
 
 
-def _open(path: Path | str, extra: Mapping[str, Path | str], verify: bool) -> tuple[WeightSource, Adapters]:
+def _open(
+    path: Path | str, extra: Mapping[str, Path | str], verify: bool, ema: bool
+) -> tuple[WeightSource, Adapters]:
     """Open the base at ``path`` and its adapters; the result is the same on every rank."""
     adapters: dict[str, Adapter] = {}
 
     def open_base() -> WeightSource:
-        base, adapter = open_adapted(path, verify=verify, ranks=Ranks())
+        base, adapter = open_adapted(path, verify=verify, ranks=Ranks(), ema=ema)
         if adapter is not None and extra:
             raise DataError(
                 f"{path} is itself an adapter: give the base instead, and the adapter with --adapter"

@@ -63,11 +63,11 @@ SAVED = frozenset(
 )
 """Operators whose outputs mode "op" always saves, by name: some exist only after an import."""
 
-_NF4_LINEAR = "toolkit::nf4_linear"
-"""Matmul with a 4-bit weight; its arguments are x (…, K) and the packed weight (N, …)."""
+_LINEARS = {"toolkit::nf4_linear", "toolkit::onednn_linear"}
+"""Matmuls with the arguments x (…, K) and the weight (N, …), which may be packed."""
 # Index of the second factor (…, K, N) among the arguments of a matmul.
 _MATMULS = {"aten::mm": 1, "aten::bmm": 1, "aten::addmm": 2}
-_MAY_SAVE = SAVED | {_NF4_LINEAR} | _MATMULS.keys()
+_MAY_SAVE = SAVED | _LINEARS | _MATMULS.keys()
 
 
 def policy(option: str, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -83,9 +83,9 @@ def policy(option: str, context: Any, operator: Any, *args: Any, **kwargs: Any) 
         factor: Tensor = args[_MATMULS[name]]
         inner, width = factor.shape[-2:]
         save = option == "matmul" or width <= inner
-    elif name == _NF4_LINEAR:
-        x, packed = args
-        save = option == "matmul" or len(packed) <= x.shape[-1]
+    elif name in _LINEARS:
+        x, weight = args[:2]
+        save = option == "matmul" or len(weight) <= x.shape[-1]
     else:
         save = name in SAVED
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

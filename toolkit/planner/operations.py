@@ -267,7 +267,7 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> tup
         # Causal: the last query sees all keys. Backward has five matmuls, two of them shared with forward.
         seen = queries * (keys - queries / 2)
         return "attention", (10 if backward else 4) * batch * heads * width * seen
-    if name.startswith("nf4_linear"):
+    if name.startswith(("nf4_linear", "onednn_linear")):
         return "matmul", 2.0 * args[0].numel() * result.shape[-1]
     if name.startswith("grouped_linear"):  # and grouped_linear_weight_grad
         return "matmul", 2.0 * args[0].numel() * args[1].shape[1]
