@@ -53,7 +53,7 @@ def compiles(config: Config, device: torch.device, args: ModelArgs) -> bool:
 
 
 def _uses_onednn(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether linear layers use oneDNN; not if backward is split, which would compute gradients twice."""
+    """Return whether linear layers use oneDNN; a split backward would compute gradients twice."""
     from toolkit.parallel.pipeline_schedules import may_split_backward
 
     on_cpu = device_type(device.type) == "cpu" and cpu.is_enabled()
