@@ -129,6 +129,6 @@ def test_data_and_collectives_of_two_ranks(tmp_path: Path) -> None:
     shapes = [
         event["args"].get("Input Dims")
         for event in json.loads((traces / expected[0]).read_text())["traceEvents"]
-        if event["name"] in ("aten::mm", "mkldnn::_linear_pointwise")
+        if event["name"] in ("aten::mm", "toolkit::onednn_linear")
     ]
-    assert [[512, 64], [64, 64]] in shapes
+    assert any(found[1:2] == [[64, 64]] and found[0][-1] == 64 for found in shapes)

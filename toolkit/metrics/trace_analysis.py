@@ -45,7 +45,7 @@ _OPERATORS = (
             r"|^aten::(_softmax|softmax|_softmax_backward_data|bmm|baddbmm)$"
         ),
     ),
-    ("linear", re.compile(r"^aten::(mm|addmm|linear|matmul|_scaled_mm|_grouped_mm)$|^mkldnn::_linear_pointwise$")),
+    ("linear", re.compile(r"^(aten::(mm|addmm|linear|matmul|_scaled_mm|_grouped_mm)|mkldnn::_linear_.*)$")),
 )
 # … and of kernels without a known operator, such as those fused by a compiler.
 _KERNEL_NAMES = (
