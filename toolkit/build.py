@@ -33,9 +33,9 @@ from toolkit.parallel.mesh import Mesh
 from toolkit.parallel.model_parts import ModelParts, SingleModel
 from toolkit.parallel.objective import Objective, WeightedObjective
 from toolkit.parallel.parallelize import parallelize
+from toolkit.parallel.pipeline_schedules import Stages, may_split_backward, pipeline_stages
 
 if TYPE_CHECKING:
-    from toolkit.parallel.pipeline_schedules import Stages
     from toolkit.parallel.sequence_shards import SequenceShards
 
 
@@ -54,8 +54,6 @@ def compiles(config: Config, device: torch.device, args: ModelArgs) -> bool:
 
 def _uses_onednn(config: Config, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether linear layers use oneDNN; a split backward would compute gradients twice."""
-    from toolkit.parallel.pipeline_schedules import may_split_backward
-
     on_cpu = device_type(device.type) == "cpu" and cpu.is_enabled()
     return on_cpu and dtype == torch.float32 and is_faster() and not may_split_backward(config.parallelism)
 
@@ -94,7 +92,6 @@ def build_model(
     cpu.enable(config.training.cpu_fast_paths)
     if compiles(config, device, args):
         from toolkit.parallel.compile import allow_split_backward, limit_recompilation, set_cache_folder
-        from toolkit.parallel.pipeline_schedules import may_split_backward
 
         set_cache_folder(expand_user(config.compile.cache_folder))
         limit_recompilation()
@@ -211,11 +208,7 @@ def _initialize(
 
 
 def _stages(config: Config, args: ModelArgs, mesh: Mesh) -> Stages | None:
-    if mesh.pp is None:
-        return None
-    from toolkit.parallel.pipeline_schedules import pipeline_stages
-
-    return pipeline_stages(config.parallelism, args.n_layers)
+    return None if mesh.pp is None else pipeline_stages(config.parallelism, args.n_layers)
 
 
 def _modules_of_rank(stages: Stages | None, mesh: Mesh) -> Sequence[list[str] | None]:

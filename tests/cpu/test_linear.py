@@ -21,6 +21,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize(
+    ("vendor", "family", "flags", "faster", "zen_4"),
+    [
+        ("GenuineIntel", "6", ["avx2", "avx512f"], False, False),
+        ("AuthenticAMD", "23", ["avx2"], False, False),
+        ("AuthenticAMD", "25", ["avx2"], False, True),  # Zen 3: never asked
+        ("AuthenticAMD", "25", ["avx2", "avx512f"], True, True),
+        ("AuthenticAMD", "26", ["avx2", "avx512f"], True, False),
+    ],
+)
+def test_processors(
+    vendor: str, family: str, flags: list[str], faster: bool, zen_4: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"vendor_id": [vendor], "cpu family": [family], "flags": flags}
+    monkeypatch.setattr(linear, "processor", lambda: fields)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert (linear.is_faster.__wrapped__(), linear._is_zen_4.__wrapped__()) == (faster, zen_4)
+    monkeypatch.setattr(linear, "processor", dict)  # outside Linux
+    assert not linear.is_faster.__wrapped__()
+
+
 def _grads(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     out = layer(x)
     wanted = [it for it in (x, *layer.parameters()) if it.requires_grad]
