@@ -20,7 +20,7 @@ from benchmarks.machine import describe
 from benchmarks.moe_balance import plot_smooth, records, smooth
 
 TEACHER = "teacher"
-STUDENT = ["--model.dim=128", "--model.n_layers=2", "--model.ffn_dim=384"]
+STUDENT = ["--model.dim=192", "--model.n_layers=2", "--model.ffn_dim=704"]
 RUNS = {
     "labels alone": ["--distillation.weight=0"],
     "teacher, weight 0.5": ["--distillation.weight=0.5"],
