@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import finetune_task as task
 from benchmarks.machine import describe
-from toolkit.commands import convert
+from toolkit.cli import run_command
 
 LEARNT = task.TRAINED_ON // 5
 RANK = 5
@@ -49,8 +49,8 @@ def loras(folder: Path) -> list[str]:
     base, initial, residual = (folder / it for it in ("base", "pissa_initial", "pissa_residual"))
     if not initial.exists():
         shutil.rmtree(residual, ignore_errors=True)
-        assert not convert.main(
-            ["pissa", *map(str, (base, initial, residual)), f"--rank={RANK}", "--dtype=float32"]
+        assert not run_command(
+            "convert", ["pissa", *map(str, (base, initial, residual)), f"--rank={RANK}", "--dtype=float32"]
         )
     start = [
         f"--checkpoint.initial_load_path={residual}",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from toolkit import __version__
 from toolkit.commands import COMMANDS, NAME
-from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED, did_you_mean
+from toolkit.errors import EXIT_CONFIG, EXIT_FINISHED, ToolkitError, did_you_mean, report
 from toolkit.io import standard_streams
 
 
@@ -29,8 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     standard_streams.protect(end_with_reader=command.only_prints)
     if name != "chat":  # there, Ctrl-C interrupts an answer
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = command.main(name)(words)
+    code = run_command(name, words)
     return standard_streams.exit_code(code) if command.only_prints else code
+
+
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Run a subcommand and return its exit code; the reporting rank prints the error that ends it."""
+    try:
+        return COMMANDS[name].main(name)(words)
+    except ToolkitError as error:
+        from toolkit.config import asks_for_tracebacks  # both import pydantic, which few commands need
+        from toolkit.launcher.environment import is_reporting_rank
+
+        return report(error, show=is_reporting_rank(os.environ), debug=asks_for_tracebacks(words))
 
 
 def help_text() -> str:

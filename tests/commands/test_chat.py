@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.helpers import run_world
 from toolkit import cli
-from toolkit.commands.chat import main
+from toolkit.cli import run_command
 from toolkit.commands.dialog import Dialog, Terminal, talk
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED, DataError
@@ -144,27 +144,27 @@ def test_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     lines = "Tell me of Lily\n\n/reset\nTell me of Lily\n/quit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     options = ["--temperature", "0", "--max-new-tokens", "12", "--dtype", "float32"]
-    assert main([str(MODEL), *options]) == EXIT_FINISHED
+    assert run_command("chat", [str(MODEL), *options]) == EXIT_FINISHED
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
     assert first == second != ""
     assert "llama2 format" in printed.err and "starts again" in printed.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n/exit\nnever\n"))
-    assert main([str(MODEL), *options]) == EXIT_FINISHED
+    assert run_command("chat", [str(MODEL), *options]) == EXIT_FINISHED
     assert capsys.readouterr().out.splitlines() == [first]
     monkeypatch.setattr(sys, "stdin", io.StringIO("too long " * 300 + "\nTell me of Lily\n"))
-    assert main([str(MODEL), *options]) == EXIT_DATA
+    assert run_command("chat", [str(MODEL), *options]) == EXIT_DATA
     printed = capsys.readouterr()
     assert printed.out == "" and "error: the message makes a prompt of" in printed.err
     marked = b"\xef\xbb\xbfTell me of Lily\nLily \xff\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(marked), encoding="utf-8"))
-    assert main([str(MODEL), *options]) == EXIT_FINISHED
+    assert run_command("chat", [str(MODEL), *options]) == EXIT_FINISHED
     assert capsys.readouterr().out.splitlines()[0] == first
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert main(["nowhere", "--format", "nowhere.jinja"]) == EXIT_DATA
+    assert run_command("chat", ["nowhere", "--format", "nowhere.jinja"]) == EXIT_DATA
     assert "llama2, llama3, mistral or a file" in capsys.readouterr().err
-    assert main([str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
-    assert main(["nowhere"]) == EXIT_DATA
+    assert run_command("chat", [str(MODEL), "--top-p", "0"]) == EXIT_CONFIG
+    assert run_command("chat", ["nowhere"]) == EXIT_DATA
 
 
 def test_an_answer_ends_where_generation_config_says(
@@ -176,7 +176,7 @@ def test_an_answer_ends_where_generation_config_says(
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of Lily\n"))
-    assert main([str(tmp_path), "--temperature", "0", "--dtype", "float32"]) == EXIT_FINISHED
+    assert run_command("chat", [str(tmp_path), "--temperature", "0", "--dtype", "float32"]) == EXIT_FINISHED
     [answer] = capsys.readouterr().out.splitlines()
     assert len(require_tokenizer(loaded).encode(answer)) == 1
 
@@ -192,7 +192,7 @@ def test_a_template_has_the_variables_of_the_flag_else_of_the_run(
     def answer(*flags: str, message: str = " was") -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO(message))
         words = [str(tmp_path), "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "8", *flags]
-        assert main(words) == EXIT_FINISHED
+        assert run_command("chat", words) == EXIT_FINISHED
         return capsys.readouterr().out
 
     dog, lily = answer("--chat-template-kwargs", "dog=true"), answer("--chat-template-kwargs=dog=false")
@@ -200,10 +200,10 @@ def test_a_template_has_the_variables_of_the_flag_else_of_the_run(
     run = {"config": "data.chat_template_kwargs = {dog = true}"}
     monkeypatch.setattr("toolkit.generation.load.run_of", lambda source: run)
     assert answer() == dog and answer("--chat-template-kwargs", "dog=false") == lily
-    assert main([str(tmp_path), "--chat-template-kwargs", "cat=true"]) == EXIT_DATA
+    assert run_command("chat", [str(tmp_path), "--chat-template-kwargs", "cat=true"]) == EXIT_DATA
     assert "has no variable 'cat'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([str(tmp_path), "--chat-template-kwargs", "dog"])
+        run_command("chat", [str(tmp_path), "--chat-template-kwargs", "dog"])
     assert "'dog' is not NAME=VALUE" in capsys.readouterr().err
 
 
@@ -219,7 +219,7 @@ def test_an_answer_that_is_lost_is_no_success(
 
 @pytest.mark.parametrize("tp", [0, -1, 2])
 def test_a_tp_that_the_ranks_do_not_divide_by(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(MODEL), "--tp", str(tp)]) == EXIT_CONFIG
+    assert run_command("chat", [str(MODEL), "--tp", str(tp)]) == EXIT_CONFIG
     assert "at least 1 and divide the 1 ranks" in capsys.readouterr().err
 
 

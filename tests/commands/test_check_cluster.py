@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes import PORT, cluster, why_not
+from toolkit.cli import run_command
 from toolkit.commands import check_cluster
 from toolkit.commands.check_cluster import Link, Node
 
@@ -54,7 +55,7 @@ def test_a_slow_group_is_named() -> None:
 @pytest.mark.parametrize("mib", ["0", "-3"])
 def test_it_writes_something(mib: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        check_cluster.main([CONFIG[0], "--mib", mib])
+        run_command("check-cluster", [CONFIG[0], "--mib", mib])
     assert ended.value.code == 2 and "--mib: must be a whole number of at least 1" in capsys.readouterr().err
 
 

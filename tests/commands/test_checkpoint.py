@@ -14,6 +14,7 @@ import torch
 from tests.checkpoint.tampering import change_index
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps
+from toolkit.cli import run_command
 from toolkit.commands import checkpoint
 from toolkit.errors import EXIT_DATA, EXIT_ERROR, EXIT_FINISHED
 
@@ -42,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = checkpoint.main([str(word) for word in words])
+    code = run_command("checkpoint", [str(word) for word in words])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 

@@ -14,7 +14,7 @@ import torch
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import read_manifest
-from toolkit.commands import checkpoint, convert
+from toolkit.cli import run_command
 from toolkit.weights.open import open_weights
 
 Call = Callable[..., tuple[int, str]]
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     def call(*words: object) -> tuple[int, str]:
-        code = checkpoint.main(["average", *map(str, words)])
+        code = run_command("checkpoint", ["average", *map(str, words)])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
@@ -80,7 +80,7 @@ def test_a_run_starts_from_it_and_it_is_exported(run: Path, tmp_path: Path, call
     path = str(tmp_path / "out" / "step-7")
     tables = {"checkpoint": {"enable": True, "initial_load_path": path}}
     run_world(_train, 1, str(tmp_path / "next"), 1, tables, timeout=100)
-    assert convert.main(["dcp-to-hf", path, str(tmp_path / "hf"), "--verify"]) == 0
+    assert run_command("convert", ["dcp-to-hf", path, str(tmp_path / "hf"), "--verify"]) == 0
 
 
 def test_what_has_no_mean(run: Path, tmp_path: Path, call: Call) -> None:

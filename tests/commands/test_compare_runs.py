@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.compare_runs import main
-from toolkit.errors import DataError
+from toolkit.cli import run_command
+from toolkit.errors import EXIT_DATA
 
 
 def write_run(folder: Path, steps: dict[int, float], hashes: dict[int, dict[str, Any]] | None = None) -> str:
@@ -34,7 +34,7 @@ def hashes(weight: str, gradient: str = "1", optimizer: str = "1") -> dict[str, 
 def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", {1: 2.0, 2: 1.5}, {2: hashes("5")})
     b = write_run(tmp_path / "b", {2: 1.5, 3: 1.0}, {2: hashes("5")})
-    assert main([a, b]) == 0
+    assert run_command("compare-runs", [a, b]) == 0
     assert (
         capsys.readouterr().out == "compared steps 2 to 2, 1 in all, fingerprints of 1\nequal, bit for bit\n"
     )
@@ -47,7 +47,7 @@ def test_what_differs_is_told_in_the_order_of_a_step(
     a = write_run(tmp_path / "a", dict.fromkeys(range(1, 9), 2.0), sound)
     other = sound | {8: hashes("6", "2", "2")}
     b = write_run(tmp_path / "b", dict.fromkeys(range(1, 8), 2.0) | {8: 2.5}, other)
-    assert main([a, b]) == 1
+    assert run_command("compare-runs", [a, b]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
         "first difference: step 8",
         "  loss: 2.0 and 2.5",
@@ -60,15 +60,17 @@ def test_what_differs_is_told_in_the_order_of_a_step(
 
 def test_a_loss_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (write_run(tmp_path / name, {1: 2.0, 2: loss}) for name, loss in (("a", 1.0), ("b", 1.0 + 1e-15)))
-    assert main([a, b]) == 1
+    assert run_command("compare-runs", [a, b]) == 1
     said = capsys.readouterr().out
     assert "no fingerprints (metrics.fingerprint_every)" in said
     assert "first difference: step 2\n  loss: 1.0 and 1.000000000000001\n" in said
 
 
-def test_runs_without_a_common_step(tmp_path: Path) -> None:
+def test_runs_without_a_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", {1: 2.0}), write_run(tmp_path / "b", {2: 2.0})
-    with pytest.raises(DataError, match="no step in common"):
-        main([a, b])
-    with pytest.raises(DataError, match="not the folder of a run"):
-        main([a, str(tmp_path / "none")])
+    for other, why in ((b, "have no step in common"), (str(tmp_path), "is not the folder of a run")):
+        assert run_command("compare-runs", [a, other]) == EXIT_DATA
+        told = capsys.readouterr().err
+        assert why in told and "Traceback" not in told
+        assert run_command("compare-runs", [a, other, "--debug"]) == EXIT_DATA
+        assert "Traceback" in capsys.readouterr().err

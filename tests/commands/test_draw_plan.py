@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.commands import draw_plan
+from toolkit.cli import run_command
 
 pytest.importorskip("matplotlib")
 SMALL = [
@@ -25,7 +25,7 @@ def test_a_page_has_three_pictures_and_needs_no_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "plan.html"
-    assert draw_plan.main([*SMALL, *PIPELINE, f"--output={output}"]) == 0
+    assert run_command("draw-plan", [*SMALL, *PIPELINE, f"--output={output}"]) == 0
     said, page = capsys.readouterr().out, output.read_text()
     assert "pp 2 × dp_shard 4 on 8 h100" in said and said.endswith(f"{output}\n")
     assert page.count("<svg") == 3 and page.count("<h1>") == 1
@@ -38,7 +38,7 @@ def test_a_png_without_a_pipeline(tmp_path: Path) -> None:
     from matplotlib import pyplot as plt
 
     output = tmp_path / "plan.png"
-    assert draw_plan.main([*SMALL, "--gpus=1", "-o", str(output)]) == 0
+    assert run_command("draw-plan", [*SMALL, "--gpus=1", "-o", str(output)]) == 0
     height, width, _ = plt.imread(output).shape
     assert width >= 1000 and height >= 700
 
@@ -54,7 +54,7 @@ def test_a_png_without_a_pipeline(tmp_path: Path) -> None:
 )
 def test_mistakes(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = draw_plan.main([*SMALL, *words])
+        code = run_command("draw-plan", [*SMALL, *words])
     except SystemExit as ended:
         code = int(ended.code or 0)
     assert code == 2

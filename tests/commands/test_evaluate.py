@@ -13,7 +13,7 @@ import torch
 from tests.helpers import run_world
 from tests.training import small_config, small_trainer
 from toolkit.checkpoint.manifest import MANIFEST, build_manifest, read_manifest
-from toolkit.commands.evaluate import main
+from toolkit.cli import run_command
 from toolkit.commands.evaluations import validation_result
 from toolkit.config import load_config
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED
@@ -52,20 +52,26 @@ def test_the_validation_loss_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     (recorded, tokens, loss), *_ = run_world(_trained_and_evaluated, 2, str(run))
     assert loss == pytest.approx(recorded, rel=1e-6)
     arguments = [str(run), "--config", str(run / "config.toml"), "--dtype", "float32"]
-    assert main([*arguments, "--output", str(output)]) == EXIT_FINISHED
+    assert run_command("evaluate", [*arguments, "--output", str(output)]) == EXIT_FINISHED
     found = json.loads(output.read_bytes())["validation"]
     assert (found["tokens"], found["loss"]) == (tokens, pytest.approx(recorded, rel=1e-6))
     assert f"loss {found['loss']:.5f}" in capsys.readouterr().out
     # The text that was trained on need not be here. Flags change the config; its mistakes are the user's.
-    assert main([*arguments, "--training.dataset_path", "/nowhere/a.txt"]) == EXIT_FINISHED
-    assert main([*arguments, "--validation.samples", "8", "--output", str(output)]) == EXIT_FINISHED
+    assert run_command("evaluate", [*arguments, "--training.dataset_path", "/nowhere/a.txt"]) == EXIT_FINISHED
+    assert (
+        run_command("evaluate", [*arguments, "--validation.samples", "8", "--output", str(output)])
+        == EXIT_FINISHED
+    )
     assert json.loads(output.read_bytes())["validation"]["tokens"] < tokens
     capsys.readouterr()
-    assert main([*arguments, "--validation.samples", "-1", "--validation.steps", "2"]) == EXIT_FINISHED
+    assert (
+        run_command("evaluate", [*arguments, "--validation.samples", "-1", "--validation.steps", "2"])
+        == EXIT_FINISHED
+    )
     assert "batches of each rank, here 8 samples at most in all" in capsys.readouterr().out
-    assert main([*arguments, "--validation.sample", "8"]) == EXIT_CONFIG
+    assert run_command("evaluate", [*arguments, "--validation.sample", "8"]) == EXIT_CONFIG
     assert "did you mean" in capsys.readouterr().err
-    assert main([*arguments, "--validation.seq_len", "1000000"]) == EXIT_CONFIG
+    assert run_command("evaluate", [*arguments, "--validation.seq_len", "1000000"]) == EXIT_CONFIG
     assert "validation.seq_len" in capsys.readouterr().err
 
 
@@ -94,7 +100,7 @@ def test_windows_are_of_the_length_of_the_training(tmp_path: Path) -> None:
     asked = [str(run), "--text", str(text), "--dtype", "float32", "--output", str(output)]
     found = []
     for words in ([], ["--seq-len", "32"]):
-        assert main([*asked, *words]) == EXIT_FINISHED
+        assert run_command("evaluate", [*asked, *words]) == EXIT_FINISHED
         found.append(json.loads(output.read_bytes())["text"]["seq_len"])
     assert found == [small_config(str(run)).training.seq_len, 32]
     step = run / "checkpoint" / "step-2"
@@ -104,7 +110,7 @@ def test_windows_are_of_the_length_of_the_training(tmp_path: Path) -> None:
     anew = build_manifest(step=2, files=manifest["files"], run=manifest["run"], **counted)
     (step / MANIFEST).write_text(json.dumps(anew))
     tokenizer = str(Path(__file__).parents[1] / "assets" / "tokenizer")
-    assert main([*asked, "--tokenizer", tokenizer]) == EXIT_FINISHED
+    assert run_command("evaluate", [*asked, "--tokenizer", tokenizer]) == EXIT_FINISHED
     assert json.loads(output.read_bytes())["text"]["seq_len"] == 4096
 
 
@@ -114,12 +120,12 @@ def test_perplexity_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text, output = tmp_path / "story.txt", tmp_path / "results.json"
     text.write_text(reference["story"])
     asked = [STORIES, "--text", str(text), "--dtype", "float32", "--output", str(output)]
-    assert main(asked) == EXIT_FINISHED
+    assert run_command("evaluate", asked) == EXIT_FINISHED
     found = json.loads(output.read_bytes())["text"]
     assert found["loss"] == pytest.approx(reference["story_loss"], abs=2e-6)
     assert found["perplexity"] == pytest.approx(math.exp(reference["story_loss"]), abs=1e-5)
     assert f"perplexity {found['perplexity']:.4f}" in capsys.readouterr().out
-    assert main([*asked, "--seq-len", "32", "--stride", "8"]) == EXIT_FINISHED
+    assert run_command("evaluate", [*asked, "--seq-len", "32", "--stride", "8"]) == EXIT_FINISHED
     assert json.loads(output.read_bytes())["text"]["loss"] > found["loss"]
 
 
@@ -150,7 +156,7 @@ def test_mistakes(
     files["STORY"].write_text("Once upon a time")
     files["ROWS"].write_text('{"body": "Once upon a time"}\n')
     words = [str(files.get(word, word)) for word in arguments]
-    assert main([STORIES, "--dtype", "float32", *words]) == code
+    assert run_command("evaluate", [STORIES, "--dtype", "float32", *words]) == code
     assert says in capsys.readouterr().err
 
 
@@ -160,7 +166,9 @@ def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
     story = tmp_path / "story.txt"
     story.write_text("Once upon a time")
     for output, why in ((tmp_path, "it is a folder"), (tmp_path / "none" / "a.json", "is not there")):
-        assert main(["no model", "--text", str(story), "--output", str(output)]) == EXIT_DATA
+        assert (
+            run_command("evaluate", ["no model", "--text", str(story), "--output", str(output)]) == EXIT_DATA
+        )
         error = capsys.readouterr().err
         assert f"cannot write {output}" in error and why in error
 
@@ -180,6 +188,6 @@ def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
 )
 def test_arguments_that_say_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["model", *arguments])
+        run_command("evaluate", ["model", *arguments])
     assert ended.value.code == EXIT_CONFIG
     assert "--config" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from tests.commands.test_accelerate_keys import explained
 from tests.helpers import in_layout, run_world
 from tests.parallel.sharded import STRATEGIES, gathered_bytes
 from tests.training import small_trainer
-from toolkit.commands import import_accelerate
+from toolkit.cli import run_command
 from toolkit.commands.accelerate.read import read_file
 from toolkit.commands.import_accelerate import launch_lines, toml_text, translate
 from toolkit.config import Config, load_config
@@ -79,7 +79,7 @@ parallelism_config:
 
 
 def _import(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = import_accelerate.main([str(word) for word in words])
+    code = run_command("import-accelerate", [str(word) for word in words])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 
@@ -179,7 +179,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         key = f"{name} {written}"
         output = folder / f"{key.replace(' ', '_')}.toml"
         assert (
-            import_accelerate.main([str(_file(folder, _variant(written, name))), "--output", str(output)])
+            run_command(
+                "import-accelerate", [str(_file(folder, _variant(written, name))), "--output", str(output)]
+            )
             == 0
         )
         worlds[RANKS[name]][key] = str(output)
@@ -248,7 +250,7 @@ def test_the_example_names_the_right_class_and_with_it_is_imported(
     assert config.training.enable_cpu_offload and config.training.mixed_precision_param == "bfloat16"
     assert config.checkpoint.enable and not config.checkpoint.last_save_in_hf
     code, said = _import(capsys, _file(tmp_path, CORRECTED), "--output", output)
-    assert code == 2 and "is there already" in said
+    assert code == 2 and "cannot be written: File exists" in said
 
 
 @pytest.mark.parametrize("text", [EXAMPLE, VERSION_2])

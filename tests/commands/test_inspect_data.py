@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.chat_data import ASSETS, conversation, write_rows
-from toolkit.commands import inspect_data, sample_view
+from toolkit.cli import run_command
+from toolkit.commands import sample_view
 from toolkit.config import load_config
 from toolkit.data.batch_size import BatchShape
 from toolkit.data.build import open_data, run_tokenizer
@@ -44,9 +45,9 @@ def _learnt(words: list[str], n: int) -> list[list[int]]:
 
 
 def test_what_has_a_loss_is_marked(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_data.main([*words, "--samples", "2", "--color", "never"]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*words, "--samples", "2", "--color", "never"]) == EXIT_FINISHED
     plain = capsys.readouterr().out
-    assert inspect_data.main([*words, "--samples", "2", "--color", "always"]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*words, "--samples", "2", "--color", "always"]) == EXIT_FINISHED
     coloured = capsys.readouterr().out
     tokenizer = run_tokenizer(load_config(words))
     for shown, painted, labels in zip(
@@ -138,11 +139,11 @@ def test_weights_stand_behind_what_they_weigh(
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes", "weight": 0.5}]
     messages += [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no"}]
     write_rows(tmp_path / "a.jsonl", [{"messages": messages, "weight": 3}])
-    assert inspect_data.main([*words, "--samples=1", "--color=never"]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*words, "--samples=1", "--color=never"]) == EXIT_FINISHED
     shown = capsys.readouterr().out
     assert "⟦yes<|eot_id|>×1.5⟧" in shown and "⟦no×3⟧⟦<|eot_id|>×3⁎⟧" in shown
     page = tmp_path / "page.html"
-    assert inspect_data.main([*words, "--html", str(page)]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*words, "--html", str(page)]) == EXIT_FINISHED
     assert page.read_text(encoding="utf-8").count("document 0, weight 1.5") >= 2
 
 
@@ -150,7 +151,7 @@ def test_the_page_refers_to_nothing_and_escapes_text(words: list[str], tmp_path:
     page = tmp_path / "page.html"
     attack = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<script src=x>&amp;"}]
     write_rows(tmp_path / "a.jsonl", [{"messages": attack}])
-    assert inspect_data.main([*words, "--html", str(page)]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*words, "--html", str(page)]) == EXIT_FINISHED
     parser = _Page()
     content = page.read_text(encoding="utf-8")
     parser.feed(content)
@@ -161,17 +162,17 @@ def test_the_page_refers_to_nothing_and_escapes_text(words: list[str], tmp_path:
 
 def test_text_and_validation_are_shown_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = ["--training.dataset=embedded", *words[2:]]
-    assert inspect_data.main([*text, "--samples=1"]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*text, "--samples=1"]) == EXIT_FINISHED
     assert "256 tokens" in capsys.readouterr().out
     validation = [
         "--validation.enable",
         "--validation.dataset=embedded_validation",
         "--validation.format=text",
     ]
-    assert inspect_data.main([*words, *validation, "--validation", "--samples=1"]) == EXIT_FINISHED
+    assert run_command("inspect-data", [*words, *validation, "--validation", "--samples=1"]) == EXIT_FINISHED
     assert "2,048 tokens" in capsys.readouterr().out
-    assert inspect_data.main([*words, "--validation"]) == EXIT_CONFIG
+    assert run_command("inspect-data", [*words, "--validation"]) == EXIT_CONFIG
     assert "no validation to show" in capsys.readouterr().err
-    assert inspect_data.main([*words, "--data.columns", "messages=dialog"]) != EXIT_FINISHED
+    assert run_command("inspect-data", [*words, "--data.columns", "messages=dialog"]) != EXIT_FINISHED
     assert "no column 'dialog'" in capsys.readouterr().err
-    assert inspect_data.main([*words, "--html", "/nowhere/a.html"]) == EXIT_CONFIG
+    assert run_command("inspect-data", [*words, "--html", "/nowhere/a.html"]) == EXIT_CONFIG

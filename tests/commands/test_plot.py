@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.cli import run_command
 from toolkit.commands import plot
 
 
@@ -35,7 +36,7 @@ def pixels(path: Path) -> tuple[int, int]:
 def test_two_runs_in_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / "a", 120), write_run(tmp_path / "b", 40)]
     output = tmp_path / "both.png"
-    assert plot.main([*map(str, runs), "-o", str(output), "--x", "hours"]) == 0
+    assert run_command("plot", [*map(str, runs), "-o", str(output), "--x", "hours"]) == 0
     assert capsys.readouterr().out.strip() == str(output)
     width, height = pixels(output)
     assert 1000 < width < 3000 and 600 < height < 2000
@@ -44,7 +45,7 @@ def test_two_runs_in_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_run_of_a_single_line_without_validation(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", 1)
-    assert plot.main([str(run)]) == 0
+    assert run_command("plot", [str(run)]) == 0
     assert pixels(run / "curves.png")[0] > 1000
 
 
@@ -72,14 +73,14 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot.main([str(tmp_path)]) == 3
+    assert run_command("plot", [str(tmp_path)]) == 3
     said = capsys.readouterr().err
     assert str(tmp_path / "metrics.jsonl") in said and "job.dump_folder" in said
     (tmp_path / "metrics.jsonl").touch()
-    assert plot.main([str(tmp_path)]) == 3
+    assert run_command("plot", [str(tmp_path)]) == 3
     assert "contains no step yet" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 3, "event": "SKIPPED", "reason": "\xff"}\n')
-    assert plot.main([str(tmp_path)]) == 3
+    assert run_command("plot", [str(tmp_path)]) == 3
     assert "there is no number to draw yet" in capsys.readouterr().err
 
 
@@ -94,5 +95,5 @@ def test_without_matplotlib(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    assert plot.main([str(write_run(tmp_path / "a", 3))]) == 2
+    assert run_command("plot", [str(write_run(tmp_path / "a", 3))]) == 2
     assert "'.[plot]'" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from toolkit.commands import prepare_data
+from toolkit.cli import run_command
 from toolkit.config import load_config
 from toolkit.data import build_cache, content_hash
 from toolkit.data.build import open_data
@@ -69,7 +69,7 @@ def test_all_corpora_are_built_and_a_run_builds_none(config_file: Path, tmp_path
         mock.patch.object(content_hash, "SETTLED_SECONDS", -1e9),  # new files count as settled
         mock.patch.object(build_cache, "build_cache", side_effect=AssertionError("built again")),
     ):
-        assert prepare_data.main(words) == EXIT_FINISHED
+        assert run_command("prepare-data", words) == EXIT_FINISHED
         data = open_data(load_config(words), progress=False)
     caches = data.caches.values()
     for built, (documents, tokens, n_bytes, _, folder) in zip(caches, lines.values(), strict=True):
@@ -87,20 +87,20 @@ def test_what_is_left_out_of_a_folder_is_told(
     (tmp_path / "clone" / "train.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "clone" / "test.json").write_text(json.dumps(rows[:2]))
     words = ["--job.config_file", str(config_file), "--data.mixture.code.dataset_path", f"{tmp_path}/clone"]
-    assert prepare_data.main(words) == EXIT_FINISHED
+    assert run_command("prepare-data", words) == EXIT_FINISHED
     told = capfd.readouterr()
     assert "[data.mixture.code] 9 documents" in told.out
     assert "train.json (split train) is used, and skipped: test.json (split test)" in told.err
-    assert prepare_data.main([*words, "--data.mixture.code.dataset_split=test"]) == EXIT_FINISHED
+    assert run_command("prepare-data", [*words, "--data.mixture.code.dataset_split=test"]) == EXIT_FINISHED
     assert "[data.mixture.code] 2 documents" in capfd.readouterr().out
 
 
 def test_a_second_time_it_finds_what_is_there(config_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [f"--job.config_file={config_file}", "--processes=1", "--data.max_inline_gb=1"]
-    assert prepare_data.main(words) == EXIT_FINISHED
+    assert run_command("prepare-data", words) == EXIT_FINISHED
     first = capfd.readouterr()
     assert first.err.count("tokenizing") == 3
-    assert prepare_data.main(words) == EXIT_FINISHED
+    assert run_command("prepare-data", words) == EXIT_FINISHED
     second = capfd.readouterr()
     assert "tokenizing" not in second.err and second.out.count("documents") == 3
 
@@ -109,14 +109,14 @@ def test_verify_reads_all_and_builds_again_what_is_damaged(
     config_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"--job.config_file={config_file}", "--processes=1"]
-    assert prepare_data.main(words) == EXIT_FINISHED
+    assert run_command("prepare-data", words) == EXIT_FINISHED
     folders = [Path(line.rpartition(" in ")[2]) for line in capfd.readouterr().out.splitlines()]
     sound = (folders[1] / "tokens.bin").read_bytes()
     (folders[1] / "tokens.bin").write_bytes(sound[:-2] + b"\xff\xff")
     with mock.patch.object(block_hashes, "SAMPLED", 0):  # so small a cache is read whole at every start
-        assert prepare_data.main(words) == EXIT_FINISHED
+        assert run_command("prepare-data", words) == EXIT_FINISHED
         assert "damaged" not in capfd.readouterr().err
-        assert prepare_data.main([*words, "--verify"]) == EXIT_FINISHED
+        assert run_command("prepare-data", [*words, "--verify"]) == EXIT_FINISHED
     said = capfd.readouterr()
     assert said.err.count("tokens.bin is damaged") == 1 and said.out.count(", verified, in ") == 3
     assert (folders[1] / "tokens.bin").read_bytes() == sound
@@ -137,25 +137,25 @@ def test_verify_reads_all_and_builds_again_what_is_damaged(
 def test_a_mistake_ends_with_its_exit_code(
     config_file: Path, capfd: pytest.CaptureFixture[str], flags: list[str], code: int, said: str
 ) -> None:
-    assert prepare_data.main(["--job.config_file", str(config_file), *flags]) == code
+    assert run_command("prepare-data", ["--job.config_file", str(config_file), *flags]) == code
     assert said in capfd.readouterr().err
 
 
 def test_what_does_not_concern_data_is_not_checked(config_file: Path) -> None:
     words = ["--parallelism.tensor_parallel_degree=64", "--training.seq_len=100000", "--model.vocab_size=7"]
-    assert prepare_data.main([f"--job.config_file={config_file}", *words]) == EXIT_FINISHED
+    assert run_command("prepare-data", [f"--job.config_file={config_file}", *words]) == EXIT_FINISHED
 
 
 @pytest.mark.parametrize("words", [["--processes", "0"], ["--processes=two"], ["--processes"]])
 def test_a_number_of_processes_is_asked_for(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        prepare_data.main(words)
+        run_command("prepare-data", words)
     assert caught.value.code == EXIT_CONFIG
     assert "--processes" in capfd.readouterr().err
 
 
 def test_help_says_what_it_takes(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        prepare_data.main(["--help"])
+        run_command("prepare-data", ["--help"])
     said = capfd.readouterr().out
     assert caught.value.code == 0 and "--processes N" in said and "CONFIG [--table.key VALUE ...]" in said

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.cli import run_command
 from toolkit.commands import report
 
 pytest.importorskip("matplotlib")
@@ -43,7 +44,7 @@ def test_a_page_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (run / "metrics.rank-1.previous.jsonl").write_text("{}")
     (run / "config.toml").write_text('[job]\ndescription = "a & b"\n[training]\nsteps = 600\n')
     (run / "heartbeat.json").write_text(json.dumps({"time": 1.0, "step": 30, "state": "finished"}))
-    assert report.main([str(run)]) == 0
+    assert run_command("report", [str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     page = (run / "report.html").read_text()
     assert page.count("<svg") == 10 and page.count("<h1>") == 1
@@ -65,7 +66,7 @@ def test_numbers_of_the_report(tmp_path: Path) -> None:
 def test_a_run_that_compares_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0, "step_seconds": 1.0}\n')
     output = tmp_path / "out.html"
-    assert report.main([str(tmp_path), "-o", str(output)]) == 0
+    assert run_command("report", [str(tmp_path), "-o", str(output)]) == 0
     page = output.read_text()
     assert page.count("<svg") == 3 and "<p>none</p>" in page
     assert "<title>step 1: 9<" in page  # the tooltip of the point
@@ -76,12 +77,12 @@ def test_a_run_that_compares_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(tmp_path)]) == 3
+    assert run_command("report", [str(tmp_path)]) == 3
     assert "is not the folder of a run" in capsys.readouterr().err
     write_rank(tmp_path, 0, 0.2)
     for output, why in ((tmp_path / "no" / "x.html", "is not there"), (tmp_path, "it is a folder")):
         with pytest.raises(SystemExit):
-            report.main([str(tmp_path), "-o", str(output)])
+            run_command("report", [str(tmp_path), "-o", str(output)])
         error = capsys.readouterr().err
         assert f"{output} cannot be written" in error and why in error
 
@@ -91,7 +92,7 @@ def test_damaged_files_are_drawn_without_what_is_damaged(tmp_path: Path) -> None
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('\nnull\n5\n{"loss": 1.0}\n')
     (tmp_path / "heartbeat.json").write_text('{"time": "now", "state": "training"}')
-    assert report.main([str(tmp_path)]) == 0
+    assert run_command("report", [str(tmp_path)]) == 0
     assert "step 30: loss 0.3000" in (tmp_path / "report.html").read_text()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli import run_command
 from toolkit.commands import train_tokenizer
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError
@@ -34,7 +35,7 @@ def test_ranks_are_the_bytes_then_joins_of_earlier_ranks() -> None:
 def test_the_program_writes_a_tokenizer_of_the_size_asked_for(tmp_path: Path, form: str) -> None:
     corpus, output = ROOT / "toolkit/data/embedded/validation.jsonl.gz", tmp_path / "out"
     arguments = ["--corpus", str(corpus), "--vocab-size", "700", "--format", form, "--output", str(output)]
-    assert train_tokenizer.main(arguments) == 0
+    assert run_command("train-tokenizer", arguments) == 0
     tokenizer = load_tokenizer(output)
     assert tokenizer.n_words == 700
     prose, foreign = "It was the best of times, it was the worst of times.", "naïve 漢字\u200d🌈\n"
@@ -75,7 +76,7 @@ def test_a_size_that_the_text_cannot_give_is_said(form: str, size: int, rule: st
 
 
 def test_a_mistake_names_the_programs_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert train_tokenizer.main(["--corpus", "none.txt", "--output", str(tmp_path)]) == EXIT_DATA
+    assert run_command("train-tokenizer", ["--corpus", "none.txt", "--output", str(tmp_path)]) == EXIT_DATA
     assert "error: --corpus = 'none.txt'" in capsys.readouterr().err
 
 
@@ -87,7 +88,7 @@ def test_an_output_that_cannot_be_written_is_one_line(
     taken.write_text("no folder")
     arguments = ["--corpus", str(corpus), "--vocab-size", "512", "--output", str(taken)]
     with pytest.raises(SystemExit):
-        train_tokenizer.main(arguments)
+        run_command("train-tokenizer", arguments)
     assert f"--output {taken}: no folder can be made there" in capsys.readouterr().err
 
 
@@ -138,5 +139,5 @@ def test_documents_are_cut_and_merged_to_size_without_loss() -> None:
 
 def test_a_column_of_no_files_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
-        train_tokenizer.main(["--text-column", "body", "--output", str(tmp_path)])
+        run_command("train-tokenizer", ["--text-column", "body", "--output", str(tmp_path)])
     assert ended.value.code == EXIT_CONFIG and "has no effect without --corpus" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.chat_data import ASSETS, CHATML, UNMARKED, other_tokenizer, write_rows
-from toolkit.commands import prepare_data
+from toolkit.cli import run_command
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.chat.sft import ChatOptions, ConversationEncoder
 from toolkit.data.chat.shapes import Shape
@@ -189,7 +189,7 @@ def test_a_template_that_ends_no_turn_is_noted_once(
         "--training.seq_len=64", "--model.flavor=debugmodel",
     ]  # fmt: skip
     for _ in range(2):  # the second finds the tokens that the first has written
-        assert prepare_data.main(words) == EXIT_FINISHED
+        assert run_command("prepare-data", words) == EXIT_FINISHED
         said = capsys.readouterr().err
         assert said.count("in 3 of 3 conversations no answer ends with a special token") == 1
         assert "put {{ eos_token }} after each answer" in said
@@ -198,7 +198,7 @@ def test_a_template_that_ends_no_turn_is_noted_once(
     marked = "{% generation %}{{ m.content }}{{ eos_token }}\n{% endgeneration %}{% endfor"
     for text in (ended, ended.replace("{{ m.content }}{{ eos_token }}\n{% endfor", marked)):
         file.write_text(text)
-        assert prepare_data.main(words) == EXIT_FINISHED
+        assert run_command("prepare-data", words) == EXIT_FINISHED
         assert "no answer ends" not in capsys.readouterr().err
 
 

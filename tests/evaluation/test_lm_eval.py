@@ -12,7 +12,7 @@ import torch
 
 from tests.evaluation.task_files import write_task
 from tests.helpers import run_world
-from toolkit.commands.evaluate import main
+from toolkit.cli import run_command
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, ConfigError, DataError
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -280,7 +280,7 @@ def test_mistakes_of_tasks_are_told_before_the_model_is_loaded(
     (tmp_path / "tiny_names.yaml").write_text(task.replace("max_gen_toks: 24", "num_beams: 4"))
 
     def told(*words: str) -> tuple[int, str]:
-        return main(["no model", *words]), capsys.readouterr().err
+        return run_command("evaluate", ["no model", *words]), capsys.readouterr().err
 
     folder = ("--task-folder", str(tmp_path))
     code, error = told("--tasks", "tiny_choices", *folder)

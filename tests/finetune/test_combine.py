@@ -11,7 +11,7 @@ import torch
 
 from tests.finetune.adapters import adapted, adapter_of, check_close, logits
 from tests.models.families import read, save_transformers
-from toolkit.commands import checkpoint
+from toolkit.cli import run_command
 from toolkit.config.finetune import Finetune
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED
@@ -40,7 +40,8 @@ def test_a_sum_is_the_one_of_peft(family: str, tmp_path: Path, capsys: pytest.Ca
     paths = {name: _write(tmp_path, name, **lora) for name, lora in OURS.items()}
     weights = [f"{paths['one']}=0.5", f"{paths['two']}=-0.25"]
     assert (
-        checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), *weights]) == EXIT_FINISHED
+        run_command("checkpoint", ["combine", str(tmp_path / "base"), str(tmp_path / "sum"), *weights])
+        == EXIT_FINISHED
     )
     assert "a LoRA of rank 8, the sum of 2 adapters" in capsys.readouterr().out
     written = json.loads((tmp_path / "sum/adapter_config.json").read_text())
@@ -71,11 +72,13 @@ def test_what_is_no_plain_lora_is_rejected(tmp_path: Path, capsys: pytest.Captur
     save_transformers(tmp_path / "base", "qwen3")
     plain = _write(tmp_path, "plain", **OURS["one"])
     dora = _write(tmp_path, "dora", rank=2, use_dora=True)
-    said = checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), str(plain), str(dora)])
+    said = run_command(
+        "checkpoint", ["combine", str(tmp_path / "base"), str(tmp_path / "sum"), str(plain), str(dora)]
+    )
     assert said == EXIT_DATA and "magnitudes (DoRA)" in capsys.readouterr().err
     assert not (tmp_path / "sum").exists()
     with pytest.raises(SystemExit):
-        checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), f"{plain}=half"])
+        run_command("checkpoint", ["combine", str(tmp_path / "base"), str(tmp_path / "sum"), f"{plain}=half"])
     assert "the weight half is not a finite number" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        checkpoint.main(["combine", str(tmp_path / "base"), str(tmp_path / "sum"), f"{plain}=nan"])
+        run_command("checkpoint", ["combine", str(tmp_path / "base"), str(tmp_path / "sum"), f"{plain}=nan"])

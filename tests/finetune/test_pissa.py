@@ -11,7 +11,7 @@ import torch
 from tests.finetune.adapters import adapted, check_close, logits
 from tests.finetune.test_combine import read_base
 from tests.models.families import read, save_transformers
-from toolkit.commands import checkpoint, convert
+from toolkit.cli import run_command
 from toolkit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_FINISHED
 from toolkit.finetune.merge import Merged
 from toolkit.finetune.open_adapter import open_adapter_on
@@ -24,7 +24,7 @@ RANK = 5
 
 def divide(folder: Path, *flags: str) -> int:
     places = [str(folder / name) for name in ("base", "initial", "residual")]
-    return convert.main(["pissa", *places, *flags])
+    return run_command("convert", ["pissa", *places, *flags])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -78,11 +78,11 @@ def test_a_trained_one_becomes_a_lora_of_the_model(tmp_path: Path) -> None:
     # An adapter of the residual in which something was learned: twice the initial one.
     parts = [f"{tmp_path / 'initial'}=2"]
     asked = ["combine", str(tmp_path / "residual"), str(tmp_path / "trained"), *parts]
-    assert checkpoint.main(asked) == EXIT_FINISHED
+    assert run_command("checkpoint", asked) == EXIT_FINISHED
     trained = Merged(residual, open_adapter_on(tmp_path / "trained", residual))
     asked = ["combine", str(tmp_path / "base"), str(tmp_path / "lora"), str(tmp_path / "trained")]
     asked += [f"{tmp_path / 'initial'}=-1", "--trained-on", str(tmp_path / "residual")]
-    assert checkpoint.main(asked) == EXIT_FINISHED
+    assert run_command("checkpoint", asked) == EXIT_FINISHED
     lora = open_adapter_on(tmp_path / "lora", base)
     assert lora.options.lora.rank == 2 * RANK
     for name in trained.tensors:
@@ -98,5 +98,7 @@ def test_what_it_cannot_divide_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         divide(tmp_path, "--vocab-size=200")
     with pytest.raises(SystemExit) as stopped:
-        convert.main(["merge", *map(str, [tmp_path / "base", tmp_path, tmp_path / "out"]), "--rank=4"])
+        run_command(
+            "convert", ["merge", *map(str, [tmp_path / "base", tmp_path, tmp_path / "out"]), "--rank=4"]
+        )
     assert stopped.value.code == EXIT_CONFIG

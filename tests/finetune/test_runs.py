@@ -24,8 +24,8 @@ from tests.helpers import run_world
 from tests.models.small_llama import build
 from tests.preflight.bad_runs import CPU as CPU_ONLY
 from tests.training import small_config, small_trainer
+from toolkit.cli import run_command
 from toolkit.commands import convert as convert_weights
-from toolkit.commands import evaluate
 from toolkit.config import Config
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
@@ -230,9 +230,9 @@ def test_evaluation_is_of_the_adapted_model(folder: Path, tmp_path: Path) -> Non
     base, adapted, named = (tmp_path / name for name in ("base", "adapted", "named"))
     words = ["--text", str(text), "--dtype=float32", "--seq-len=64", f"--tokenizer={TOKENIZER}", "--output"]
     run = str(folder / "prefix one")
-    assert evaluate.main([str(folder / "base"), *words, str(base)]) == 0
-    assert evaluate.main([run, *words, str(adapted)]) == 0
-    assert evaluate.main([str(folder / "base"), "--adapter", run, *words, str(named)]) == 0
+    assert run_command("evaluate", [str(folder / "base"), *words, str(base)]) == 0
+    assert run_command("evaluate", [run, *words, str(adapted)]) == 0
+    assert run_command("evaluate", [str(folder / "base"), "--adapter", run, *words, str(named)]) == 0
     losses = [json.loads(file.read_text())["text"]["loss"] for file in (base, adapted, named)]
     assert losses[0] != losses[1] == losses[2]
 

@@ -17,7 +17,7 @@ from tests.finetune.adapters import KINDS, OfModel, adapted, adapter_of, check_c
 from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.training import small_config
-from toolkit.commands import chat, generate
+from toolkit.cli import run_command
 from toolkit.commands import convert as convert_weights
 from toolkit.config.finetune import Finetune
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
@@ -238,7 +238,7 @@ def test_chat_switches_adapters(
     monkeypatch.setattr(
         "sys.stdin", io.StringIO("\n".join([*lines, "/reset", "/adapter a", "the same"]) + "\n")
     )
-    assert chat.main([*_words(folders), "--format=llama3", "--max-new-tokens=12"]) == 0
+    assert run_command("chat", [*_words(folders), "--format=llama3", "--max-new-tokens=12"]) == 0
     out, err = capsys.readouterr()
     first, second, base, again = out.strip("\n").split("\n")
     assert first == again and len({first, second, base}) == 3
@@ -248,15 +248,17 @@ def test_chat_switches_adapters(
 def test_generate_takes_adapters_in_turn(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate.main([*_words(folders), "--prompt=the same", "--json", "--max-new-tokens=12"]) == 0
+    assert (
+        run_command("generate", [*_words(folders), "--prompt=the same", "--json", "--max-new-tokens=12"]) == 0
+    )
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["adapter"], second["adapter"]) == ("a", "b") and first["tokens"] != second["tokens"]
     twice = [f"--adapter={folders['lora']}"] * 2
-    assert generate.main([*_words(folders), *twice, "--prompt=the same"]) == 2
+    assert run_command("generate", [*_words(folders), *twice, "--prompt=the same"]) == 2
     assert "name it: --adapter NAME=FOLDER" in capsys.readouterr().err
-    assert generate.main([str(folders["lora"]), f"--adapter={folders['dora']}", "--prompt=x"]) == 3
+    assert run_command("generate", [str(folders["lora"]), f"--adapter={folders['dora']}", "--prompt=x"]) == 3
     assert "is itself an adapter" in capsys.readouterr().err
-    assert generate.main([str(folders["base"]), f"--adapter={folders['base']}", "--prompt=x"]) == 3
+    assert run_command("generate", [str(folders["base"]), f"--adapter={folders['base']}", "--prompt=x"]) == 3
     assert "is not an adapter" in capsys.readouterr().err
 
 

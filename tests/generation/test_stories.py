@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers import run_world
-from toolkit.commands import generate
+from toolkit.cli import run_command
 from toolkit.errors import ConfigError
 from toolkit.generation.load import load_model, require_tokenizer
 from toolkit.generation.text import TextStream
@@ -57,7 +57,7 @@ def test_ids_of_stories15m() -> None:
 
 
 def _main(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    code = generate.main([str(word) for word in argv])
+    code = run_command("generate", [str(word) for word in argv])
     out, err = capsys.readouterr()
     return code, out, err
 

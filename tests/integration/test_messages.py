@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.commands import checkpoint
+from toolkit.cli import run_command
 from toolkit.config.job import Metrics
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, DataError, first_few, one_line, printable, report
 from toolkit.metrics.logger import MetricLogger
@@ -41,7 +41,7 @@ def test_a_log_line_is_told_without_them(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_name_of_a_tensor_stays_in_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("model.a\nstep-9: sound", "model.\x1b[31mb")
     CheckpointManager(tmp_path, say=lambda text: None).save(1, {name: torch.ones(2) for name in names}, {})
-    assert checkpoint.main(["inspect", str(tmp_path / "step-1"), "--tensors"]) == EXIT_FINISHED
+    assert run_command("checkpoint", ["inspect", str(tmp_path / "step-1"), "--tensors"]) == EXIT_FINISHED
     lines = [line for line in capsys.readouterr().out.splitlines() if "model." in line]
     assert [line.split(" float32")[0].rstrip() for line in lines] == [
         r"model.a\nstep-9: sound",

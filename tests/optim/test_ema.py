@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.helpers import run_world
 from tests.mesh_runs import configure
 from tests.training import small_config, small_trainer
-from toolkit.commands import convert, generate
+from toolkit.cli import run_command
 from toolkit.config import Config
 from toolkit.config.optimizer import Optimizer
 from toolkit.optim.ema import weight_average
@@ -88,12 +88,12 @@ def _train(folder: str, tables: dict[str, Any], steps: int) -> list[dict[str, An
 
 
 def _convert(*arguments: str) -> int:
-    return convert.main([*arguments, "--verify"])
+    return run_command("convert", [*arguments, "--verify"])
 
 
 def _text(capsys: pytest.CaptureFixture[str], *asked: str) -> str:
     sampling = ("--prompt", "Once upon", "--temperature", "1", "--max-new-tokens", "20", "--dtype", "float32")
-    assert generate.main([*asked, *sampling]) == 0
+    assert run_command("generate", [*asked, *sampling]) == 0
     return capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_validation_reports_the_loss_of_what_is_exported(
     capsys.readouterr()
     texts = [_text(capsys, *asked) for asked in ((step, "--ema"), (str(tmp_path / "ema"),), (step,))]
     assert texts[0] == texts[1] != texts[2]
-    assert generate.main([str(tmp_path / "ema"), "--ema", "--prompt", "a"]) == 3
+    assert run_command("generate", [str(tmp_path / "ema"), "--ema", "--prompt", "a"]) == 3
     assert "only these have an EMA" in capsys.readouterr().err
     [found] = run_world(_validation_of, 1, str(tmp_path), validation, timeout=100)
     assert found == pytest.approx(values["validation_ema_loss"], rel=1e-5)

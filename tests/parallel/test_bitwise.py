@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.helpers import run_world
 from tests.training import MESHES, small_config, small_trainer
+from toolkit.cli import run_command
 from toolkit.commands import compare_runs
 from toolkit.distributed.dtensor import local
 from toolkit.metrics.fingerprint import fingerprints
@@ -117,7 +118,7 @@ def _differences(
             _train_with, ranks, str(tmp_path / str(number)), layout, tables, steps, options, timeout=1500
         )
         if number:
-            code = compare_runs.main([str(tmp_path / "0"), str(tmp_path / str(number))])
+            code = run_command("compare-runs", [str(tmp_path / "0"), str(tmp_path / str(number))])
             said.append(capsys.readouterr().out)
             assert (code == 0) == ("equal, bit for bit" in said[-1])
             assert f"compared steps 1 to {steps}, {steps} in all, fingerprints of {steps}" in said[-1]
@@ -171,7 +172,7 @@ def test_200_steps_of_the_debug_model(
     one, tables = debug_model_on_one_rank
     ranks, degrees = DATA_PARALLEL[layout]
     run_world(_train_with, ranks, str(tmp_path / "0"), degrees, tables, 200, {}, timeout=1500)
-    assert compare_runs.main([str(one), str(tmp_path / "0")]) == 0
+    assert run_command("compare-runs", [str(one), str(tmp_path / "0")]) == 0
     assert "fingerprints of 200\nequal, bit for bit" in capsys.readouterr().out
 
 
@@ -239,7 +240,7 @@ def test_a_run_that_moves_between_sizes_keeps_its_bits(
     run_world(_moved, 1, str(tmp_path / "alone"), 12, tables, timeout=200)
     for ranks, stop in ((4, 3), (3, 6), (2, 9), (1, 12)):
         run_world(_moved, ranks, str(tmp_path / "moved"), stop, tables, timeout=200)
-    code = compare_runs.main([str(tmp_path / "alone"), str(tmp_path / "moved")])
+    code = run_command("compare-runs", [str(tmp_path / "alone"), str(tmp_path / "moved")])
     said = capsys.readouterr().out
     assert code == 0 and "fingerprints of 12" in said, said
 
@@ -283,7 +284,7 @@ def test_a_run_that_is_killed_and_moved_keeps_its_bits(
         assert stop <= _reached(moved) < 24
     said = _start(moved, 1).communicate(timeout=600)[0]
     assert "resum" in said
-    code = compare_runs.main([str(alone), str(moved)])
+    code = run_command("compare-runs", [str(alone), str(moved)])
     said = capsys.readouterr().out
     assert code == 0 and "compared steps 1 to 24, 24 in all, fingerprints of 24" in said, said
 
@@ -319,7 +320,7 @@ def _with_a_fault(folder: str, step: int, steps: int) -> None:
 def test_one_bit_of_one_gradient_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_world(_with_a_fault, 1, str(tmp_path / "sound"), 0, 60, timeout=200)
     run_world(_with_a_fault, 2, str(tmp_path / "faulty"), 57, 60, timeout=200)
-    assert compare_runs.main([str(tmp_path / "sound"), str(tmp_path / "faulty")]) == 1
+    assert run_command("compare-runs", [str(tmp_path / "sound"), str(tmp_path / "faulty")]) == 1
     said = capsys.readouterr().out
     first, gradients = said.splitlines()[1:3]
     assert first == "first difference: step 57"

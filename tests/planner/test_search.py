@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from toolkit.cli import run_command
 from toolkit.commands import plan
-from toolkit.commands.plan import main
 from toolkit.config import Config, load_config
 from toolkit.errors import DataError
 from toolkit.models.common.args import ModelArgs
@@ -275,7 +275,7 @@ def test_the_written_layout_passes_the_preflight(
 ) -> None:
     file = tmp_path / "planned.toml"
     words = [str(asked), "--gpu", "h100", "--gpus", "2", "--gpus-per-node", "1", "--tokens", "1e9"]
-    assert main([*words, "--price", "2.5", "--explain", "--write", str(file)]) == 0
+    assert run_command("plan", [*words, "--price", "2.5", "--explain", "--write", str(file)]) == 0
     said = capsys.readouterr().out
     assert all(it in said for it in ("cost", "Rejected layouts, with", "in a fake step", "tp across nodes"))
     config = load_config(["--job.config_file", str(file)])
@@ -283,7 +283,7 @@ def test_the_written_layout_passes_the_preflight(
     assert config.training.global_batch_size == 2  # that of CONFIG on its own mesh
     first = next(line for line in said.splitlines() if line.startswith("1 "))
     assert str(degrees(config.parallelism, 2)) in first
-    assert main([*words, "--write", str(file)]) == 2 and "already" in capsys.readouterr().err
+    assert run_command("plan", [*words, "--write", str(file)]) == 2 and "already" in capsys.readouterr().err
 
 
 REFUSED = {
@@ -311,7 +311,7 @@ def test_what_cannot_be_is_one_message(
     if "--write" in words:  # is told before the search
         monkeypatch.setattr(plan, "_search", None)
     try:
-        code = main([str(DEBUG), *words.split()])
+        code = run_command("plan", [str(DEBUG), *words.split()])
     except SystemExit as ended:
         code = int(ended.code or 0)
     assert code == 2
@@ -325,7 +325,7 @@ def test_progress_is_shown_before_torch_is_imported(
         raise DataError("the first thing that takes long")
 
     monkeypatch.setattr(plan, "_model", model)
-    assert main(["train_configs/llama3_405b.toml", "--gpu", "h100", "--gpus", "16384"]) == 3
+    assert run_command("plan", ["train_configs/llama3_405b.toml", "--gpu", "h100", "--gpus", "16384"]) == 3
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "plan: searching layouts of train_configs/llama3_405b.toml on 16384 h100"
 
@@ -349,7 +349,7 @@ def test_a_forecast_takes_no_norm_by_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_7b_does_not_fit_one_gpu_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / "train_configs/llama2_7b.toml"
-    assert main([str(config), "--gpu", "h100", "--gpus", "1"]) == 2
+    assert run_command("plan", [str(config), "--gpu", "h100", "--gpus", "1"]) == 2
     said = capsys.readouterr().err
     assert "6,738,415,616 parameters do not fit on 1 h100" in said
     assert "weights, gradients and optimizer state alone are 100.4 GiB" in said

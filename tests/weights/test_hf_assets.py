@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.bad_weights import write_model
-from toolkit.commands.convert import main
+from toolkit.cli import run_command
 from toolkit.data.tokenizers.added import extend_tokenizer
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.weights.hf_assets import tokenizer_companions, tokenizer_of
@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_converted_model_keeps_the_tokenizer_that_it_had(model: Path, tmp_path: Path) -> None:
-    assert main(["hf-to-dcp", str(model), str(tmp_path / "converted")]) == 0
+    assert run_command("convert", ["hf-to-dcp", str(model), str(tmp_path / "converted")]) == 0
     assert tokenizer_of(open_weights(tmp_path / "converted")) == model.resolve()
 
 
@@ -78,8 +78,8 @@ def test_metas_folder_keeps_beside_it_what_its_params_have_no_place_for(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"bos_token_id": 7, "eos_token_id": 8}))
     (model / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
-    assert main(["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
-    assert main(["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
+    assert run_command("convert", ["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
+    assert run_command("convert", ["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (back["bos_token_id"], back["eos_token_id"]) == (7, [8, 9])
     assert "will find no" not in capsys.readouterr().out
@@ -93,9 +93,9 @@ def test_a_hugging_face_folder_without_tokenizer_and_ids_is_said_to_be(
 ) -> None:
     for file in model.glob("tokenizer.*"):
         file.unlink()
-    assert main(["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
+    assert run_command("convert", ["hf-to-meta", str(model), str(tmp_path / "meta")]) == 0
     assert "Meta's programs will find no tokenizer.model next to it" in capsys.readouterr().out
     (tmp_path / "meta" / "generation_config.json").unlink()  # as Meta's own folders have none
-    assert main(["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
+    assert run_command("convert", ["meta-to-hf", str(tmp_path / "meta"), str(tmp_path / "back")]) == 0
     assert "transformers will find no tokenizer, no bos_token_id, no eos_token_id" in capsys.readouterr().out
     assert not (tmp_path / "back" / "generation_config.json").exists()

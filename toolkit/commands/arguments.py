@@ -23,13 +23,15 @@ def command_parser(name: str, doc: str | None, **options: Any) -> argparse.Argum
     """Return the parser of a subcommand. The help text is the docstring of the command's module: the first
     line above the arguments, the rest below them. ``options`` are those of ArgumentParser."""
     summary, _, rest = (doc or "").partition("\n")
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"{NAME} {name}",
         description=summary,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    return parser
 
 
 TEXT_FLAGS = {"training.dataset_path": "--text", "data.text_column": "--text-column"}
@@ -117,6 +119,20 @@ def flags_named(flags: Mapping[str, str]) -> Iterator[None]:
             error.problems = [_with_flags(problem, flags) for problem in error.problems]
             error.args = ("\n".join(map(str, error.problems)),)
         raise
+
+
+@contextmanager
+def writes(flag: str, path: Path) -> Iterator[None]:
+    """Report that ``path``, which ``flag`` names, cannot be written.
+
+    Raises:
+        ConfigError: the context raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        rule = f"it cannot be written: {error.strerror or error}"
+        raise ConfigError(Problem(rule, "name another file", flag, str(path), "command line")) from None
 
 
 def _with_flags(problem: Problem, flags: Mapping[str, str]) -> Problem:

@@ -22,13 +22,11 @@ Exit codes: 0 done, 2 invalid arguments, 3 unusable model, tokenizer or template
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 
 from toolkit.commands.arguments import add_model_arguments, add_sampling_arguments, command_parser
 from toolkit.config.values import parse
-from toolkit.errors import EXIT_FINISHED, ToolkitError, report
-from toolkit.launcher.environment import is_reporting_rank
+from toolkit.errors import EXIT_FINISHED
 from toolkit.models.registry import chat_formats
 
 
@@ -40,7 +38,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--format", metavar="NAME", help=f"{', '.join(chat_formats())} or the file of a jinja template")
     add("--chat-template-kwargs", metavar="NAME=VALUE,…", type=_variables, help="variables for the template")
     add_sampling_arguments(parser, max_new_tokens=512, temperature=0.6, top_p=0.9)
-    add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -55,10 +52,7 @@ def _variables(text: str) -> dict[str, bool | str]:
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
     asked = _parser().parse_args(argv)
-    try:
-        from toolkit.commands.dialog import run  # after the help, which needs no torch
+    from toolkit.commands.dialog import run  # after the help, which needs no torch
 
-        run(asked)
-    except ToolkitError as error:  # the same on every rank, also before they have met
-        return report(error, show=is_reporting_rank(os.environ), debug=asked.debug)
+    run(asked)
     return EXIT_FINISHED

@@ -26,7 +26,7 @@ from typing import Any
 
 from toolkit.commands.arguments import command_parser, count
 from toolkit.config import Config, load_config
-from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
+from toolkit.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Problem
 from toolkit.hardware import detect
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -292,10 +292,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="TOML of the run; other words are keys of it")
     parser.add_argument("--mib", type=count, default=256, help="MiB that each machine writes (default: 256)")
     options, keys = parser.parse_known_args(argv)
-    try:
-        config = load_config([f"--job.config_file={options.config}", *keys])
-        if "RANK" in os.environ:
-            return check(config, options.mib)
-        return launch(config, [sys.executable, "-u", "-m", "toolkit", "check-cluster", *argv], keys)
-    except ToolkitError as error:
-        return report(error, show=os.environ.get("RANK", "0") == "0")
+    config = load_config([f"--job.config_file={options.config}", *keys])
+    if "RANK" in os.environ:
+        return check(config, options.mib)
+    return launch(config, [sys.executable, "-u", "-m", "toolkit", "check-cluster", *argv], keys)

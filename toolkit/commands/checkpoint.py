@@ -44,9 +44,7 @@ from toolkit.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
     CheckpointError,
-    ToolkitError,
     one_line,
-    report,
 )
 from toolkit.hardware import cores
 from toolkit.models.on_disk import EXPORTS
@@ -280,7 +278,6 @@ def average(paths: Sequence[Path], out: Path, *, last: int | None, steps: Sequen
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("checkpoint", __doc__)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list").add_argument("folder", type=any_path)
     shown = actions.add_parser("inspect")
@@ -337,34 +334,31 @@ def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked = parser.parse_args(argv)
-    try:
-        if asked.action == "verify":
-            return _verify(asked.paths)
-        if asked.action == "list":
-            lines = list_steps(checkpoints_in(asked.folder))
-        elif asked.action == "inspect":
-            lines = inspect(asked.step, tensors=asked.tensors)
-        elif asked.action == "diff":
-            lines = diff(asked.step, asked.other)
-        elif asked.action == "combine":
-            lines = combine(asked.base, asked.out, asked.adapters, trained_on=asked.trained_on)
-        elif asked.action == "average":
-            if (asked.last or asked.steps) and all(it.name.startswith("step-") for it in asked.paths):
-                parser.error("--last and --steps choose steps of a folder, and each PATH is a step")
-            lines = average(asked.paths, asked.out, last=asked.last, steps=asked.steps)
-        else:
-            if asked.keep_latest < 1 or (asked.keep_every or 1) < 1:
-                parser.error("--keep-latest and --keep-every are at least 1")
-            lines = prune(
-                checkpoints_in(asked.folder),
-                keep_latest=asked.keep_latest,
-                keep_every=asked.keep_every,
-                dry_run=asked.dry_run,
-            )
-        printed = 0
-        for line in lines:
-            printed += 1
-            print(one_line(line), flush=True)
-    except ToolkitError as error:
-        return report(error, show=True, debug=asked.debug)
+    if asked.action == "verify":
+        return _verify(asked.paths)
+    if asked.action == "list":
+        lines = list_steps(checkpoints_in(asked.folder))
+    elif asked.action == "inspect":
+        lines = inspect(asked.step, tensors=asked.tensors)
+    elif asked.action == "diff":
+        lines = diff(asked.step, asked.other)
+    elif asked.action == "combine":
+        lines = combine(asked.base, asked.out, asked.adapters, trained_on=asked.trained_on)
+    elif asked.action == "average":
+        if (asked.last or asked.steps) and all(it.name.startswith("step-") for it in asked.paths):
+            parser.error("--last and --steps choose steps of a folder, and each PATH is a step")
+        lines = average(asked.paths, asked.out, last=asked.last, steps=asked.steps)
+    else:
+        if asked.keep_latest < 1 or (asked.keep_every or 1) < 1:
+            parser.error("--keep-latest and --keep-every are at least 1")
+        lines = prune(
+            checkpoints_in(asked.folder),
+            keep_latest=asked.keep_latest,
+            keep_every=asked.keep_every,
+            dry_run=asked.dry_run,
+        )
+    printed = 0
+    for line in lines:
+        printed += 1
+        print(one_line(line), flush=True)
     return EXIT_ERROR if asked.action == "diff" and printed else EXIT_FINISHED

@@ -10,11 +10,10 @@ Every command accepts a preset's name instead of a config file. A copy that exte
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import command_parser, local_path
+from toolkit.commands.arguments import command_parser, local_path, writes
 from toolkit.config import presets
 from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, did_you_mean
 
@@ -59,12 +58,8 @@ def copy(name: str, file: Path) -> None:
         ConfigError: there is no such preset, or the file exists or cannot be written.
     """
     text = text_of(name)
-    try:
-        with file.open("x", encoding="utf-8") as new:
-            new.write(text)
-    except OSError as error:
-        rule = f"it cannot be written: {error.strerror}"
-        raise ConfigError(Problem(rule, "name another file", "FILE", str(file), "command line")) from None
+    with writes("FILE", file), file.open("x", encoding="utf-8") as new:
+        new.write(text)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,17 +72,13 @@ def main(argv: Sequence[str]) -> int:
     copying.add_argument("name", metavar="NAME")
     copying.add_argument("file", metavar="FILE", type=local_path, nargs="?")
     asked = parser.parse_args(argv)
-    try:
-        if asked.action == "show":
-            print(text_of(asked.name), end="")
-        elif asked.action == "copy":
-            file = asked.file or Path(f"{Path(asked.name).name}.toml")
-            copy(asked.name, file)
-            print(f"{file}: train it with `llama-toolkit train {file}`")
-        else:
-            width = max(map(len, presets.names()))
-            print("\n".join(f"{name:{width}}  {summary(name)}" for name in presets.names()))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if asked.action == "show":
+        print(text_of(asked.name), end="")
+    elif asked.action == "copy":
+        file = asked.file or Path(f"{Path(asked.name).name}.toml")
+        copy(asked.name, file)
+        print(f"{file}: train it with `llama-toolkit train {file}`")
+    else:
+        width = max(map(len, presets.names()))
+        print("\n".join(f"{name:{width}}  {summary(name)}" for name in presets.names()))
     return EXIT_FINISHED

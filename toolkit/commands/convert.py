@@ -45,7 +45,7 @@ from toolkit.commands.arguments import (
     count,
     local_path,
 )
-from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
+from toolkit.errors import EXIT_FINISHED, one_line
 from toolkit.launcher.signals import Stopped
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_ema_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what each tensor becomes, and stop")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -186,8 +185,6 @@ def main(argv: Sequence[str]) -> int:
             convert(written, verify=asked.verify, progress=bar.update)
         if initial:
             _write_initial(initial, asked.adapter, conversion.out)
-    except ToolkitError as error:
-        return report(error, show=True, debug=asked.debug)
     except Stopped as stopped:
         print(f"{stopped.name}: stopped; nothing of {asked.out} is left", file=sys.stderr)
         return 128 + signal.Signals[stopped.name]

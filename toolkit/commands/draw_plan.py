@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import preflight
-from toolkit.commands.arguments import add_custom_import, command_parser, local_path, output_file, ranks
+from toolkit.commands.arguments import (
+    add_custom_import,
+    command_parser,
+    local_path,
+    output_file,
+    ranks,
+    writes,
+)
 from toolkit.commands.plot import pyplot, write_html
 from toolkit.config import Config
-from toolkit.errors import ConfigError, Problem, ToolkitError, report
 from toolkit.hardware import Hardware
 from toolkit.planner.machines import Machine, find_machine
 from toolkit.preflight.planned_run import PlannedRun
@@ -176,48 +182,39 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gpu", required=True, metavar="KIND", help="such as h100")
     parser.add_argument("--gpus", required=True, type=ranks, metavar="N", help="in all")
     parser.add_argument("-o", "--output", type=output_file, required=True, help="an .html or a .png")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     asked, words = parser.parse_known_args(argv)
     if asked.output.suffix not in (".html", ".png"):
         parser.error(f"-o {asked.output}: an .html or a .png is written")
-    try:
-        machine = find_machine(asked.gpu)
-        hardware = Hardware("cuda", machine.name, machine.node, "bfloat16" in machine.peak, capability=9.0)
+    machine = find_machine(asked.gpu)
+    hardware = Hardware("cuda", machine.name, machine.node, "bfloat16" in machine.peak, capability=9.0)
 
-        def checked(config: Config) -> PlannedRun:
-            from toolkit.planner.dry_run import required_rules
+    def checked(config: Config) -> PlannedRun:
+        from toolkit.planner.dry_run import required_rules
 
-            run = PlannedRun(config, asked.gpus, hardware)
-            preflight.raise_problems(
-                config, world_size=asked.gpus, hardware=hardware, only=required_rules(run)
-            )
-            return run
+        run = PlannedRun(config, asked.gpus, hardware)
+        preflight.raise_problems(config, world_size=asked.gpus, hardware=hardware, only=required_rules(run))
+        return run
 
-        run = checked(preflight.load(["--job.config_file", str(asked.config), *words], checked))
-        plt = pyplot()
-        memory, time = _plan(run, machine)
-        assert run.mesh
-        figures = [
-            memory_figure(plt, memory, machine.memory),
-            time_figure(plt, time),
-            mesh_figure(plt, run.mesh, machine.node),
-        ]
-        lines = [
-            f"{run.mesh} on {asked.gpus} {machine.name}",
-            f"a step takes {time.seconds:.3g} s: {time.tokens_per_second / asked.gpus:,.0f} tokens/s per "
-            f"GPU, {time.mfu:.1%} MFU",
-            f"peak {memory.peak / _GIB:.1f} GiB of {machine.memory / _GIB:.0f}, in {memory.moment}",
-        ]
-        title = f"{asked.config.stem}: {run.model_label}"
-        try:
-            if asked.output.suffix == ".html":
-                write_html(asked.output, title, lines, figures)
-            else:
-                write_png(asked.output, plt, figures)
-        except OSError as error:
-            rule = f"cannot be written: {error.strerror}"
-            raise ConfigError(Problem(rule, "name a file that can", "-o", str(asked.output))) from None
-        print("\n".join([*lines, str(asked.output)]))
-    except ToolkitError as error:
-        return report(error, show=True, debug=asked.debug)
+    run = checked(preflight.load(["--job.config_file", str(asked.config), *words], checked))
+    plt = pyplot()
+    memory, time = _plan(run, machine)
+    assert run.mesh
+    figures = [
+        memory_figure(plt, memory, machine.memory),
+        time_figure(plt, time),
+        mesh_figure(plt, run.mesh, machine.node),
+    ]
+    lines = [
+        f"{run.mesh} on {asked.gpus} {machine.name}",
+        f"a step takes {time.seconds:.3g} s: {time.tokens_per_second / asked.gpus:,.0f} tokens/s per "
+        f"GPU, {time.mfu:.1%} MFU",
+        f"peak {memory.peak / _GIB:.1f} GiB of {machine.memory / _GIB:.0f}, in {memory.moment}",
+    ]
+    title = f"{asked.config.stem}: {run.model_label}"
+    with writes("--output", asked.output):
+        if asked.output.suffix == ".html":
+            write_html(asked.output, title, lines, figures)
+        else:
+            write_png(asked.output, plt, figures)
+    print("\n".join([*lines, str(asked.output)]))
     return 0

@@ -44,10 +44,8 @@ from toolkit.errors import (
     ConfigError,
     DataError,
     Problem,
-    ToolkitError,
     install_command,
     one_line,
-    report,
 )
 from toolkit.launcher.environment import is_reporting_rank
 
@@ -99,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=count, metavar="N", help="only so many examples of each task")
     add("--batch-size", type=count, metavar="N", help=f"rows at a time (default: {_ROWS})")
     add("--output", type=local_path, metavar="FILE", help="write the results as JSON")
-    add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -167,12 +164,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
     parser = _parser()
     asked, words = parser.parse_known_args(argv)
-    try:
-        config = _check(parser, asked, words)
-        from toolkit.commands.evaluations import run  # after help and checks, which need no torch
+    config = _check(parser, asked, words)
+    from toolkit.commands.evaluations import run  # after help and checks, which need no torch
 
-        asked.text_column, asked.batch_size = asked.text_column or _COLUMN, asked.batch_size or _ROWS
-        run(asked, config, _names(asked), window=_WINDOW)
-    except ToolkitError as error:
-        return report(error, show=is_reporting_rank(os.environ), debug=asked.debug)
+    asked.text_column, asked.batch_size = asked.text_column or _COLUMN, asked.batch_size or _ROWS
+    run(asked, config, _names(asked), window=_WINDOW)
     return EXIT_FINISHED

@@ -33,9 +33,9 @@ from toolkit.commands.arguments import (
     count,
     local_path,
 )
-from toolkit.errors import EXIT_FINISHED, DataError, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, DataError
 from toolkit.io.json_fields import parse_json
-from toolkit.launcher.environment import is_reporting_rank, rank_environment
+from toolkit.launcher.environment import rank_environment
 
 _UTF_8 = "utf-8-sig"
 """UTF-8, with a byte order mark or without."""
@@ -64,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--compile", action="store_true", help="the step of a token, for long texts; one process")
     add("--no-cpu-fast-paths", action="store_true", help="on a CPU, compute by torch's operators alone")
     add("--json", action="store_true", help="a line for each prompt: prompt, text, tokens")
-    add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -107,11 +106,8 @@ def _prompt(line: str, where: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the program with ``argv`` and return the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        from toolkit.commands.generate_texts import run  # after the help, which needs no torch
+    from toolkit.commands.generate_texts import run  # after the help, which needs no torch
 
-        # Standard input is rank 0's.
-        run(arguments, _prompts(arguments) if rank_environment(os.environ).rank == 0 else [])
-    except ToolkitError as error:  # the same on every rank, or of rank 0 before they have met
-        return report(error, show=is_reporting_rank(os.environ), debug=arguments.debug)
+    # Standard input is rank 0's.
+    run(arguments, _prompts(arguments) if rank_environment(os.environ).rank == 0 else [])
     return EXIT_FINISHED

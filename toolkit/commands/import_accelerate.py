@@ -23,10 +23,10 @@ from typing import Any
 
 from toolkit.commands.accelerate.meaning import Refused, number
 from toolkit.commands.accelerate.read import ALIASES, KEYS, TABLES, Given, read_file, read_trainer
-from toolkit.commands.arguments import command_parser, local_path
+from toolkit.commands.arguments import command_parser, local_path, writes
 from toolkit.config.schema import fields_by_key
 from toolkit.config.values import format_toml
-from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, did_you_mean, one_line, report
+from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, did_you_mean, one_line
 from toolkit.hardware import detect
 
 PORT = 29500
@@ -179,19 +179,6 @@ def _relative(extends: Path, output: Path | None) -> str:
     return os.path.relpath(extends, output.parent if output else Path())
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        fix = "name another file, or remove it"
-        raise ConfigError(Problem("is there already", fix, "--output", str(path))) from None
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
-        raise ConfigError(Problem(rule, "name a file that can", "--output", str(path))) from None
-
-
 # The program
 
 
@@ -213,7 +200,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", type=int, default=0, metavar="N", help="of HYBRID_SHARD, instead of one per machine")
     add("--extends", type=local_path, metavar="FILE.toml", help="TOML with the model, the data and the rest")
     add("--output", type=local_path, metavar="FILE.toml", help="write the TOML there")
-    add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -240,24 +226,24 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.replicas < 0:
         parser.error("--replicas is at least 1")
-    try:
-        given, source = _read(parser, options)
-        imported = translate(
-            given, replicas=options.replicas, processes=options.num_processes, machines=options.num_machines
-        )
-        if not imported.problems and _PRECISION not in imported.settings:  # auto, here, may be bf16
-            _apply("mixed_precision", Given("mixed_precision, not given", "no", ""), {}, imported)
-        for line in imported.lines:
-            print(one_line(line))
-        if imported.problems:
-            sys.stdout.flush()
-            raise ConfigError(imported.problems)
-        extends = _relative(options.extends, options.output) if options.extends else None
-        text = toml_text(imported.settings, source=source, extends=extends)
-        if options.output:
-            _write(options.output, text)
-    except ToolkitError as error:
-        return report(error, show=True, debug=options.debug)
+    given, source = _read(parser, options)
+    imported = translate(
+        given, replicas=options.replicas, processes=options.num_processes, machines=options.num_machines
+    )
+    if not imported.problems and _PRECISION not in imported.settings:  # auto, here, may be bf16
+        _apply("mixed_precision", Given("mixed_precision, not given", "no", ""), {}, imported)
+    for line in imported.lines:
+        print(one_line(line))
+    if imported.problems:
+        sys.stdout.flush()
+        raise ConfigError(imported.problems)
+    extends = _relative(options.extends, options.output) if options.extends else None
+    text = toml_text(imported.settings, source=source, extends=extends)
+    if options.output:
+        with writes("--output", options.output):
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            with options.output.open("x", encoding="utf-8") as file:
+                file.write(text)
     where = f"written to {options.output}" if options.output else "to be saved as run.toml"
     print(f"\nTOML, {where}:\n\n{text}\nTo start it:\n")
     print("\n".join(launch_lines(imported, str(options.output or "run.toml"))))

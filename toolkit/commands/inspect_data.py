@@ -23,22 +23,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from toolkit import preflight
-from toolkit.commands.arguments import command_parser, count, local_path
+from toolkit.commands.arguments import command_parser, count, local_path, writes
 from toolkit.commands.prepare_data import check
-from toolkit.config import asks_for_tracebacks
-from toolkit.errors import EXIT_FINISHED, ConfigError, Problem, ToolkitError, report
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            Problem(f"it cannot be written: {error.strerror}", "name another file", "--html", str(path))
-        ) from error
+from toolkit.errors import EXIT_FINISHED
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,22 +45,21 @@ def main(argv: Sequence[str]) -> int:
         "--color", choices=("auto", "always", "never"), default="auto", help="auto: where it is a terminal"
     )
     own, words = parser.parse_known_args(argv)
-    try:
-        config = preflight.load(words, check)
-        check(config)
-        from toolkit.commands.sample_view import as_html, in_terminal, samples  # help needs no torch
-        from toolkit.data.build import run_tokenizer
+    config = preflight.load(words, check)
+    check(config)
+    from toolkit.commands.sample_view import as_html, in_terminal, samples  # help needs no torch
+    from toolkit.data.build import run_tokenizer
 
-        found = samples(config, run_tokenizer(config), own.samples, validation=own.validation)
-        if own.html:
-            _write(own.html, as_html(list(found), f"{config.job.config_file or 'samples'}"))
-            print(f"wrote {own.html}")
-        else:
-            color = own.color == "always" or (
-                own.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-            )
-            for sample in found:
-                print("\n".join([*in_terminal(sample, color=color), ""]), flush=True)
-    except ToolkitError as error:
-        return report(error, show=True, debug=asks_for_tracebacks(words))
+    found = samples(config, run_tokenizer(config), own.samples, validation=own.validation)
+    if own.html:
+        page = as_html(list(found), f"{config.job.config_file or 'samples'}")
+        with writes("--html", own.html):
+            own.html.write_text(page, encoding="utf-8")
+        print(f"wrote {own.html}")
+    else:
+        color = own.color == "always" or (
+            own.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        )
+        for sample in found:
+            print("\n".join([*in_terminal(sample, color=color), ""]), flush=True)
     return EXIT_FINISHED

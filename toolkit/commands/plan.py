@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.commands.arguments import add_custom_import, command_parser, local_path, ranks
+from toolkit.commands.arguments import add_custom_import, command_parser, local_path, ranks, writes
 from toolkit.config import Config, load_config
 from toolkit.config.types import MAX_RANKS
 from toolkit.config.values import format_toml
-from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, ToolkitError, report
+from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem
 from toolkit.hardware import Hardware
 from toolkit.models.common.args import ModelArgs
 from toolkit.models.from_config import needs_tokenizer
@@ -58,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--top", type=ranks, default=10, metavar="N", help="layouts to show (default: 10)")
     add("--explain", action="store_true", help="print the arithmetic of the first")
     add("--write", type=local_path, metavar="FILE", help="a TOML that extends CONFIG with the first layout")
-    add("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -78,30 +77,27 @@ def main(argv: Sequence[str]) -> int:
     asked, words = parser.parse_known_args(argv)
     if asked.price and not asked.tokens:
         parser.error("--price needs --tokens, to compute the cost")
-    try:
-        machine = find_machine(asked.gpu)
-        memory = asked.memory * _GIB if asked.memory else machine.memory
-        machine = replace(machine, node=asked.gpus_per_node or machine.node, memory=memory)
-        config = load_config(["--job.config_file", str(asked.config), *words])
-        if asked.write:
-            _check_writable(asked.write, asked.config, words)
-        progress = _Progress()
-        progress(f"searching layouts of {asked.config} on {asked.gpus} {machine.name}")
-        args = _model(config, machine, asked.gpus)
-        from toolkit.planner import ranking_text as text  # with torch, which help and checks do not need
+    machine = find_machine(asked.gpu)
+    memory = asked.memory * _GIB if asked.memory else machine.memory
+    machine = replace(machine, node=asked.gpus_per_node or machine.node, memory=memory)
+    config = load_config(["--job.config_file", str(asked.config), *words])
+    if asked.write:
+        _check_writable(asked.write, asked.config, words)
+    progress = _Progress()
+    progress(f"searching layouts of {asked.config} on {asked.gpus} {machine.name}")
+    args = _model(config, machine, asked.gpus)
+    from toolkit.planner import ranking_text as text  # with torch, which help and checks do not need
 
-        result = _search(config, args, asked.gpus, machine, asked.top, progress)
-        lines = [text.headline(args, asked.gpus, machine, result), ""]
-        lines += text.table_lines(result, asked.gpus, asked.tokens, asked.price)
-        lines += ["", *text.rejected_lines(result)]
-        if asked.explain:
-            lines += ["", *text.breakdown_lines(result, args, machine)]
-        print("\n".join(lines))
-        if asked.write:
-            _write(asked.write, asked.config, config, result.ranked[0])
-            print(f"\nwritten to {asked.write}")
-    except ToolkitError as error:
-        return report(error, show=True, debug=asked.debug)
+    result = _search(config, args, asked.gpus, machine, asked.top, progress)
+    lines = [text.headline(args, asked.gpus, machine, result), ""]
+    lines += text.table_lines(result, asked.gpus, asked.tokens, asked.price)
+    lines += ["", *text.rejected_lines(result)]
+    if asked.explain:
+        lines += ["", *text.breakdown_lines(result, args, machine)]
+    print("\n".join(lines))
+    if asked.write:
+        _write(asked.write, asked.config, config, result.ranked[0])
+        print(f"\nwritten to {asked.write}")
     return EXIT_FINISHED
 
 
@@ -207,9 +203,5 @@ def _write(path: Path, base: Path, config: Config, best: Candidate) -> None:
     lines = [f"# {best.layout}, by llama-toolkit plan", "", f"extends = {format_toml(relative)}"]
     for of, settings in tables.items():
         lines += ["", f"[{of}]", *settings]
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
-        raise ConfigError(Problem(rule, "choose a writable file", "--write", str(path))) from None
+    with writes("--write", path), path.open("x", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")

@@ -14,14 +14,13 @@ import io
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.arguments import command_parser, local_path, output_file
-from toolkit.errors import ConfigError, DataError, Problem, ToolkitError, install_command, printable
+from toolkit.commands.arguments import command_parser, local_path, output_file, writes
+from toolkit.errors import EXIT_FINISHED, ConfigError, DataError, Problem, install_command
 
 Record = dict[str, Any]
 Points = tuple[list[float], list[float]]
@@ -252,20 +251,6 @@ def write_html(
     )
 
 
-def written(output: Path, write: Callable[[], None]) -> int:
-    """Let ``write`` create ``output``; print its path or the error, and return the exit code."""
-    try:
-        write()
-    except ToolkitError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {output} cannot be written: {error}", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
-
-
 def main(argv: Sequence[str]) -> int:
     parser = command_parser("plot", __doc__)
     parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folder of a run")
@@ -275,9 +260,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--x", choices=list(X_LABELS), default="step")
     options = parser.parse_args(argv)
     output = options.output or options.runs[0] / "curves.png"
-
-    def write() -> None:
-        runs = dict(zip(names(options.runs), map(read_run, options.runs), strict=True))
+    runs = dict(zip(names(options.runs), map(read_run, options.runs), strict=True))
+    with writes("--output", output):
         draw(runs, output, x=options.x)
-
-    return written(output, write)
+    print(output)
+    return EXIT_FINISHED

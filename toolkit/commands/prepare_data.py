@@ -28,9 +28,9 @@ from collections.abc import Sequence
 
 from toolkit import preflight
 from toolkit.commands.arguments import command_parser, count
-from toolkit.config import Config, asks_for_tracebacks
+from toolkit.config import Config
 from toolkit.data.build import open_corpora, run_tokenizer
-from toolkit.errors import EXIT_FINISHED, ToolkitError, one_line, report
+from toolkit.errors import EXIT_FINISHED, one_line
 
 RULES = (
     "tokenizer_readable",
@@ -109,10 +109,7 @@ def main(argv: Sequence[str]) -> int:
         "--verify", action="store_true", help="read all of what is built, and build again what is damaged"
     )
     own, words = parser.parse_known_args(argv)
-    try:
-        config = preflight.load(words, check)
-        check(config)
-        prepare(config, own.processes, verify=own.verify)
-    except ToolkitError as error:
-        return report(error, show=True, debug=asks_for_tracebacks(words))
+    config = preflight.load(words, check)
+    check(config)
+    prepare(config, own.processes, verify=own.verify)
     return EXIT_FINISHED

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from toolkit.commands.arguments import command_parser, local_path, output_file
+from toolkit.commands.arguments import command_parser, local_path, output_file, writes
 from toolkit.commands.plot import (
     COLORS,
     PANELS,
@@ -34,10 +34,9 @@ from toolkit.commands.plot import (
     read_run,
     step_before,
     write_html,
-    written,
 )
 from toolkit.compat import tomllib
-from toolkit.errors import DataError
+from toolkit.errors import EXIT_FINISHED, DataError
 from toolkit.metrics.jsonl import rank_files
 
 _CURVES = (
@@ -252,4 +251,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=output_file, help="file to write (default: RUN/report.html)")
     options = parser.parse_args(argv)
     output = options.output or options.run / "report.html"
-    return written(output, lambda: write_report(options.run, output))
+    with writes("--output", output):
+        write_report(options.run, output)
+    print(output)
+    return EXIT_FINISHED

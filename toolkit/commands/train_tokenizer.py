@@ -23,11 +23,11 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from toolkit.commands.arguments import command_parser, flags_named, local_path, local_path_text
+from toolkit.commands.arguments import command_parser, flags_named, local_path, local_path_text, writes
 from toolkit.data.find_files import open_text
 from toolkit.data.sources import open_corpus
 from toolkit.data.tokenizers.to_json import byte_characters, merges, visible
-from toolkit.errors import EXIT_ERROR, ConfigError, Problem, ToolkitError, one_line, printable
+from toolkit.errors import ConfigError, Problem, one_line
 from toolkit.models.registry import tiktoken_forms
 
 FILE_NAMES = {"tiktoken": "tokenizer.model", "sentencepiece": "tokenizer.model", "json": "tokenizer.json"}
@@ -176,18 +176,11 @@ def main(argv: Sequence[str]) -> int:
     if any(folder.exists() and not folder.is_dir() for folder in path.parents):
         parser.error(f"--output {arguments.output}: no folder can be made there")
 
-    try:
-        with flags_named({"training.dataset_path": "--corpus", "data.text_column": "--text-column"}):
-            corpus = texts(arguments.corpus, arguments.text_column or "text")
-            content = run(corpus, arguments.format, arguments.vocab_size)
-    except ToolkitError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return error.exit_code
-    try:
+    with flags_named({"training.dataset_path": "--corpus", "data.text_column": "--text-column"}):
+        corpus = texts(arguments.corpus, arguments.text_column or "text")
+        content = run(corpus, arguments.format, arguments.vocab_size)
+    with writes("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    except OSError as error:
-        print(f"error: {path} cannot be written: {error.strerror}", file=sys.stderr)
-        return EXIT_ERROR
     print(f"{path}: {arguments.vocab_size} entries, {len(content):,} bytes")
     return 0
