@@ -8,12 +8,16 @@ it once more, or give it in parts. The table is of all that FOLDER has.
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.machine import describe
 from benchmarks.resumable import Kept, Results, command_line, part, publish
 from tests import mesh_runs, meshes
 from tests.helpers import run_world
+from toolkit.hardware import cores
 
 LIMIT_SECONDS = 180.0
 """For a layout, on a busy machine too: those of 32 ranks on two cores take most."""
@@ -34,9 +38,10 @@ def run_missing(results: Results, layouts: list[str]) -> None:
 def compare_sent(folder: Path, results: dict[str, Kept]) -> None:
     """Add to each result the bytes that the rank sends that sends most, as ``planned``, and whether what was
     counted is ``unplanned``."""
-    for layout, kept in results.items():
-        if "failure" not in kept:
-            planned = mesh_runs.planned(folder, layout)
+    done = [layout for layout, kept in results.items() if "failure" not in kept]
+    with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
+        for layout, planned in zip(done, pool.map(mesh_runs.planned, repeat(folder), done), strict=True):
+            kept = results[layout]
             kept["planned"] = max(sum(exchange.sent_bytes for exchange in rank) for rank in planned)
             expected = [mesh_runs.added_up(rank) for rank in planned]
             kept["unplanned"] = "compiled" not in layout.split() and kept["sent"] != expected

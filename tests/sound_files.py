@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.tampering import seal
 from toolkit.checkpoint.manifest import MANIFEST
-from toolkit.commands import convert as convert_weights
+from toolkit.cli import run_command
 from toolkit.config import load_config
 from toolkit.data import content_hash
 from toolkit.data.build import open_data
@@ -153,10 +153,10 @@ def make_all(folder: Path) -> None:
             *shape,
         ]
         assert make_random_model.main(random_model) == 0
-        assert convert_weights.main(["hf-to-meta", str(hf), str(folder / "meta")]) == 0
+        assert run_command("convert", ["hf-to-meta", str(hf), str(folder / "meta")]) == 0
         for step in (1, 2):
             made = folder / "run/checkpoint" / f"step-{step}"
-            assert convert_weights.main(["hf-to-dcp", str(hf), str(made)]) == 0
+            assert run_command("convert", ["hf-to-dcp", str(hf), str(made)]) == 0
             as_saved_by_a_run(made)
     (hf / "model.safetensors").rename(hf / "a.safetensors")
     header = (hf / "a.safetensors").read_bytes()

@@ -39,7 +39,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
     try:
         return COMMANDS[name].main(name)(words)
     except ToolkitError as error:
-        from toolkit.config import asks_for_tracebacks  # both import pydantic, which few commands need
+        from toolkit.config import asks_for_tracebacks  # with pydantic, which `--help` does not need
         from toolkit.launcher.environment import is_reporting_rank
 
         return report(error, show=is_reporting_rank(os.environ), debug=asks_for_tracebacks(words))

@@ -20,6 +20,8 @@ from toolkit.fused import Fused
 from toolkit.hardware import device_type
 
 IGNORED_LABEL = -100
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""Function like F.linear, of x (T, K) and a weight (N, K)."""
 
 
 def token_losses(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -29,30 +31,30 @@ def token_losses(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="none")
 
 
-def linear_losses(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+def linear_losses(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, linear: Linear = F.linear) -> Tensor:
     """Return :func:`token_losses` of the logits h Wᵀ (T, V), which are stored once, in the dtype of ``h_TD``.
 
     Forward overwrites the logits with their gradient, chunk by chunk in at least fp32. If the weight is
     frozen, forward also computes the gradient of ``h_TD``, and no tensor of size V is saved.
     """
     if torch.is_grad_enabled() and h_TD.requires_grad and not weight_VD.requires_grad:
-        return _FrozenHeadLosses.apply(h_TD, weight_VD, labels_T)
+        return _FrozenHeadLosses.apply(h_TD, weight_VD, labels_T, linear)
     # Outside the matmul: with a split backward, torch 2.11 fails in autograd functions of parameters.
-    return _LossesInPlace.apply(F.linear(h_TD, weight_VD), labels_T)[0]
+    return _LossesInPlace.apply(linear(h_TD, weight_VD), labels_T)[0]
 
 
 class _FrozenHeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-        logits_TV = F.linear(h_TD, weight_VD)
+    def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, linear: Linear) -> Tensor:
+        logits_TV = linear(h_TD, weight_VD)
         losses_T = _losses_in_place(logits_TV, labels_T)
-        ctx.save_for_backward(logits_TV @ weight_VD)
+        ctx.save_for_backward(linear(logits_TV, weight_VD.T))
         return losses_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
         [grad_h_TD] = ctx.saved_tensors
-        return _scale_rows(grad_h_TD, grad_T), None, None
+        return _scale_rows(grad_h_TD, grad_T), None, None, None
 
 
 class _LossesInPlace(torch.autograd.Function):

@@ -22,8 +22,7 @@ from toolkit.checkpoint.async_save import BackgroundWriter
 from toolkit.checkpoint.manager import CheckpointManager
 from toolkit.checkpoint.manifest import committed_steps, invalid_steps, read_manifest
 from toolkit.checkpoint.remote_steps import leftovers
-from toolkit.commands import checkpoint as tool
-from toolkit.commands import convert as convert_weights
+from toolkit.cli import run_command
 from toolkit.config import load_config
 from toolkit.config.local_paths import expand_user
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, ConfigError
@@ -205,10 +204,10 @@ def test_damage_is_named_and_nothing_goes_on_with_it(url: str, capsys: pytest.Ca
         file.write(content)
     with pytest.raises(CheckpointError, match="__0_0.distcp was altered: its hash"):
         _loaded(manager)
-    assert tool.main(["verify", url]) == EXIT_DATA
+    assert run_command("checkpoint", ["verify", url]) == EXIT_DATA
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{url}/step-1: sound" and "step-2: __0_0.distcp was altered" in lines[1]
-    assert tool.main(["prune", url, "--keep-latest", "1"]) == EXIT_DATA
+    assert run_command("checkpoint", ["prune", url, "--keep-latest", "1"]) == EXIT_DATA
     assert "nothing deleted" in capsys.readouterr().err and committed_steps(manager.folder) == [1, 2]
     shard.unlink()
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
@@ -219,13 +218,13 @@ def test_the_tool_reads_a_url(url: str, capsys: pytest.CaptureFixture[str]) -> N
     manager = _manager(url)
     for step in (1, 2, 3):
         manager.save(step, _tensors(step), {"tokens": 100 * step, "config": "[a]\nb = 1\n"})
-    assert tool.main(["list", url.removesuffix("/checkpoint")]) == EXIT_FINISHED
+    assert run_command("checkpoint", ["list", url.removesuffix("/checkpoint")]) == EXIT_FINISHED
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1", "2", "3"]
-    assert tool.main(["inspect", f"{url}/step-3", "--tensors"]) == EXIT_FINISHED
+    assert run_command("checkpoint", ["inspect", f"{url}/step-3", "--tensors"]) == EXIT_FINISHED
     assert "tokens                 300" in capsys.readouterr().out
-    assert tool.main(["diff", f"{url}/step-2", f"{url}/step-3"]) == 1
+    assert run_command("checkpoint", ["diff", f"{url}/step-2", f"{url}/step-3"]) == 1
     assert "model.weight: 6,000 of 6,000 values differ, by at most 1;" in capsys.readouterr().out
-    assert tool.main(["prune", url, "--keep-latest", "1"]) == EXIT_FINISHED
+    assert run_command("checkpoint", ["prune", url, "--keep-latest", "1"]) == EXIT_FINISHED
     assert committed_steps(manager.folder) == [3]
 
 
@@ -252,13 +251,13 @@ def test_what_will_not_pass_is_told_at_once(server: Server, url: str, fault: str
 def test_a_missing_bucket_and_wrong_credentials(
     server: Server, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tool.main(["list", "s3://nobucket/run"]) == EXIT_DATA
+    assert run_command("checkpoint", ["list", "s3://nobucket/run"]) == EXIT_DATA
     assert "s3://nobucket/run cannot be used: the bucket does not exist" in capsys.readouterr().err
     with pytest.raises(StorageError, match="the bucket does not exist"):
         _manager("s3://nobucket/run").latest()
     server.call("/moto-api/reset-auth", 0)  # from now on moto looks at signatures
     try:
-        assert tool.main(["list", url]) == EXIT_DATA
+        assert run_command("checkpoint", ["list", url]) == EXIT_DATA
     finally:
         server.call("/moto-api/reset-auth", 1e9)
     said = capsys.readouterr().err
@@ -314,7 +313,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(capsys: pytest.Captur
             load_config([f"--checkpoint.foldr={place}"])
         assert "hush" not in str(caught.value)
         with pytest.raises(SystemExit):
-            tool.main(["list", place])
+            run_command("checkpoint", ["list", place])
         assert "hush" not in capsys.readouterr().err
 
 
@@ -338,10 +337,10 @@ def test_weights_are_converted_from_a_url_to_another(
     arguments = [str(here), "--flavor", "debugmodel", "--tokenizer", tokenizer]
     assert make_random_model.main(arguments) == 0
     upload_folder(here, RemotePath(f"{url}/hf"), replace=False)
-    assert convert_weights.main(["hf-to-dcp", f"{url}/hf", f"{url}/dcp", "--verify"]) == 0
+    assert run_command("convert", ["hf-to-dcp", f"{url}/hf", f"{url}/dcp", "--verify"]) == 0
     assert committed_steps(expand_user(f"{url}/dcp")) == [0]
     assert read_manifest(expand_user(f"{url}/dcp/step-0"))["run"]["tokenizer"] == f"{url}/hf"
-    assert convert_weights.main(["dcp-to-hf", f"{url}/dcp/step-0", f"{url}/back"]) == 0
+    assert run_command("convert", ["dcp-to-hf", f"{url}/dcp/step-0", f"{url}/back"]) == 0
     assert (RemotePath(f"{url}/back") / "tokenizer.model").read_bytes() == (
         here / "tokenizer.model"
     ).read_bytes()
@@ -349,9 +348,9 @@ def test_weights_are_converted_from_a_url_to_another(
     assert dict(back.tensors) == dict(before.tensors)
     assert all(torch.equal(back.read(name), before.read(name)) for name in before.tensors)
     capsys.readouterr()
-    assert convert_weights.main(["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
+    assert run_command("convert", ["dcp-to-hf", f"{url}/dcp", f"{url}/back"]) == EXIT_DATA
     assert f"{url}/back exists: choose" in capsys.readouterr().err
-    assert convert_weights.main(["hf-to-dcp", f"{url}/none", str(tmp_path / "out")]) == EXIT_DATA
+    assert run_command("convert", ["hf-to-dcp", f"{url}/none", str(tmp_path / "out")]) == EXIT_DATA
     assert f"{url}/none does not exist" in capsys.readouterr().err
 
 
@@ -394,7 +393,7 @@ def test_an_upload_that_fails_leaves_nothing_and_is_told(
     command = ["hf-to-meta", here, f"{url}/meta"]
 
     def fails(code: int, *said: str) -> None:
-        assert convert_weights.main(command) == code
+        assert run_command("convert", command) == code
         err = capsys.readouterr().err
         assert all(words in err for words in said) and "are kept in" not in err, err
         assert not any((tmp_path / "tmp").glob("upload-*")) and not RemotePath(f"{url}/meta").is_dir()
@@ -412,7 +411,7 @@ def test_an_upload_that_fails_leaves_nothing_and_is_told(
         fails(EXIT_DATA, "could not be written", "fix:  set TMPDIR")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert convert_weights.main(command) == EXIT_FINISHED
+    assert run_command("convert", command) == EXIT_FINISHED
 
 
 def test_the_next_start_uploads_an_export_that_the_store_has_not(

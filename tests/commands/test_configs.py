@@ -42,4 +42,7 @@ def test_a_copy_replaces_no_file(
         and "File exists" in capsys.readouterr().err
     )
     assert run_command("configs", ["show", "fine_tune/chatt"]) == EXIT_CONFIG
-    assert "did you mean fine_tune/chat?" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "did you mean fine_tune/chat?" in told and "Traceback" not in told
+    assert run_command("configs", ["show", "fine_tune/chatt", "--debug"]) == EXIT_CONFIG
+    assert "Traceback" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from tests.training import small_config, small_trainer
 from toolkit import build
 from toolkit.cpu import linear
 from toolkit.cpu.linear import OneDNNLinear, onednn_linear, replace_linears
+from toolkit.models.common.lm_head import OutputHead
+from toolkit.models.registry import resolve
 from toolkit.parallel.activation_checkpoint import policy
 
 pytestmark = pytest.mark.skipif(
@@ -89,6 +91,28 @@ def test_only_plain_layers_are_replaced() -> None:
     assert {name: id(it) for name, it in before.items()} == {
         name: id(it) for name, it in model.named_parameters()
     }
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_output_head_uses_it(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = OutputHead(resolve("llama3", "debugmodel", vocab_size=512), loss_chunk_tokens=40)
+    assert plain.weight is not None
+    plain.weight.requires_grad_(trained)
+    fast = copy.deepcopy(plain)
+    replace_linears(nn.ModuleDict({"output": fast}))
+    assert fast.logits is linear.linear
+    calls, inner = [], linear.onednn_linear
+    monkeypatch.setattr(linear, "onednn_linear", lambda *tensors: calls.append(1) or inner(*tensors))
+    found = []
+    for head in (fast, plain):
+        h = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        loss = head(h, torch.arange(80).view(2, 40))
+        wanted = [it for it in (h, head.weight) if it.requires_grad]
+        found.append([loss, *torch.autograd.grad(loss, wanted)])
+        # Two chunks: logits and both gradients, or those of the hidden states alone. Recomputed if trained.
+        assert len(calls) == (8 if trained and not linear._is_zen_4() else 6 if trained else 4)
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()  # a few ulp of fp32
 
 
 def test_checkpointing_saves_them_as_it_does_torch_s() -> None:

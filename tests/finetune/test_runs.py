@@ -25,7 +25,6 @@ from tests.models.small_llama import build
 from tests.preflight.bad_runs import CPU as CPU_ONLY
 from tests.training import small_config, small_trainer
 from toolkit.cli import run_command
-from toolkit.commands import convert as convert_weights
 from toolkit.config import Config
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import CheckpointError, DataError
@@ -215,12 +214,12 @@ def test_conversions_of_an_adapter_are_of_the_merged_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(folder / "dora one")
-    assert convert_weights.main(["dcp-to-hf", run, str(tmp_path / "hf"), "--max-bytes", "0"]) == 0
+    assert run_command("convert", ["dcp-to-hf", run, str(tmp_path / "hf"), "--max-bytes", "0"]) == 0
     assert [file.name for file in (tmp_path / "hf").glob("*.safetensors")] == ["model.safetensors"]
     assert (tmp_path / "hf/tokenizer.json").exists()
     found = load_model(tmp_path / "hf", **CPU).model
     check_close(logits(found, TOKENS), logits(load_model(run, **CPU).model, TOKENS))
-    assert convert_weights.main(["dcp-to-hf", str(folder / "prefix one"), str(tmp_path / "no")]) == 3
+    assert run_command("convert", ["dcp-to-hf", str(folder / "prefix one"), str(tmp_path / "no")]) == 3
     assert "cannot be merged" in capsys.readouterr().err
 
 

@@ -18,7 +18,6 @@ from tests.helpers import run_world
 from tests.models.small_llama import build, small
 from tests.training import small_config
 from toolkit.cli import run_command
-from toolkit.commands import convert as convert_weights
 from toolkit.config.finetune import Finetune
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
@@ -136,7 +135,7 @@ def test_the_merge_is_a_model_of_transformers(kind: str, folders: dict[str, Path
     from transformers import AutoModelForCausalLM
 
     words = ["merge", str(folders["base"]), str(folders[kind]), str(tmp_path / "out")]
-    assert convert_weights.main([*words, "--max-bytes", "100000"]) == 0
+    assert run_command("convert", [*words, "--max-bytes", "100000"]) == 0
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     adapter = adapter_of(Finetune.model_validate(KINDS[kind]), ARGS, tmp_path)
@@ -173,7 +172,7 @@ def test_a_merge_does_not_go_on_with_that_of_another_adapter(
 ) -> None:
     def merge(kind: str, name: str) -> int:
         words = ["merge", str(folders["base"]), str(folders[kind]), str(tmp_path / name)]
-        return convert_weights.main([*words, "--max-bytes=100000"])
+        return run_command("convert", [*words, "--max-bytes=100000"])
 
     def two_files(*rest: Any) -> None:  # of which one has updated weights
         if len(list(tmp_path.glob("out.tmp-*/*.safetensors"))) == 2:
@@ -194,9 +193,9 @@ def test_what_cannot_be_merged_is_told(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    assert convert_weights.main(["merge", str(folders["base"]), str(folders["prefix"]), out]) == 3
+    assert run_command("convert", ["merge", str(folders["base"]), str(folders["prefix"]), out]) == 3
     assert "prefix cannot be merged" in capsys.readouterr().err
-    assert convert_weights.main(["dcp-to-hf", str(folders["lora"]), out]) == 3
+    assert run_command("convert", ["dcp-to-hf", str(folders["lora"]), out]) == 3
     assert f"use merge BASE {folders['lora']} OUT" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

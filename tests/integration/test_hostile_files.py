@@ -18,8 +18,6 @@ from tests.checkpoint.tampering import seal
 from tests.integration.test_readers import FORMATS, ended, sound, use_checkpoint, use_hf, use_meta
 from tests.sound_files import TOKENIZER, run_flags
 from toolkit.checkpoint.manifest import MANIFEST
-from toolkit.commands import checkpoint
-from toolkit.commands import convert as convert_weights
 from toolkit.data.chat import render
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.sources import open_corpus
@@ -69,7 +67,7 @@ def test_an_index_that_is_made_to_stop_its_reader(case: str, place: Path) -> Non
     (step / ".metadata").write_bytes(INDEXES[case]())
     seal(step)
     use_checkpoint(place)
-    assert f"{step / '.metadata'}" in ended(checkpoint.main, "verify", step)
+    assert f"{step / '.metadata'}" in ended("checkpoint", "verify", step)
 
 
 def test_a_pth_that_is_made_to_stop_its_reader(place: Path) -> None:
@@ -88,7 +86,7 @@ def test_a_manifest_that_nests_too_deep_blocks_no_other_step(place: Path) -> Non
         step.mkdir()
         (step / "manifest.json").write_text("[" * 100_000)
     use_checkpoint(place)
-    assert "99999  no checkpoint" in ended(checkpoint.main, "list", place / "run")
+    assert "99999  no checkpoint" in ended("checkpoint", "list", place / "run")
 
 
 EXPRESSIONS = {
@@ -275,7 +273,7 @@ def test_a_base_that_an_adapter_cannot_have(base: object, place: Path) -> None:
     (step / MANIFEST).write_text(json.dumps(manifest))
     seal(step)
     use_checkpoint(place)
-    assert "base of its run is" in ended(convert_weights.main, "merge", place / "hf", step, place / "made")
+    assert "base of its run is" in ended("convert", "merge", place / "hf", step, place / "made")
 
 
 def test_what_10_mb_of_input_take(place: Path) -> None:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +30,7 @@ from tests.mutations import (
     change_text,
 )
 from tests.sound_files import SHAPE, TOKENIZER, build_cache, make_all, run_flags
-from toolkit.commands import checkpoint, prepare_data
-from toolkit.commands import convert as convert_weights
+from toolkit.cli import run_command
 from toolkit.data.chat import render
 from toolkit.data.chat.choose_format import chat_format
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
@@ -72,8 +72,10 @@ def at_most(seconds: float) -> Iterator[None]:
     assert used() - begin <= seconds
 
 
-def ended(program: Callable[[list[str]], int], *words: object) -> str:
-    """Run a program and see that it ends as it should; what it printed."""
+def ended(program: str | Callable[[list[str]], int], *words: object) -> str:
+    """Run a command or a function and see that it ends as it should; what it printed."""
+    if isinstance(program, str):
+        program = partial(run_command, program)
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output), at_most(SECONDS):
         try:
@@ -107,11 +109,11 @@ def use_hf(folder: Path) -> None:
     ended(
         preflight.main, *run_flags(folder, *assets, "--checkpoint.enable", "--checkpoint.initial_load_in_hf")
     )
-    ended(convert_weights.main, "hf-to-dcp", folder / "hf", folder / "made", "--dry-run")
+    ended("convert", "hf-to-dcp", folder / "hf", folder / "made", "--dry-run")
 
 
 def use_meta(folder: Path) -> None:
-    ended(convert_weights.main, "meta-to-hf", folder / "meta", folder / "made", "--dry-run")
+    ended("convert", "meta-to-hf", folder / "meta", folder / "made", "--dry-run")
 
 
 def use_tokenizer(folder: Path) -> None:
@@ -143,21 +145,23 @@ def use_checkpoint(folder: Path) -> None:
     flags = [f"--model.hf_assets_path={folder}/hf", "--checkpoint.enable", f"--job.dump_folder={run}"]
     flags += [f"--model.{key}={value}" for key, value in SHAPE.items()]
     ended(preflight.main, *run_flags(folder, *flags))
-    listed = ended(checkpoint.main, "list", run)
+    listed = ended("checkpoint", "list", run)
     assert "        1  2026" in listed, "the sound checkpoint is there"
     for words in (["verify"], ["prune", "--keep-latest", "1", "--dry-run"]):
-        ended(checkpoint.main, words[0], run, *words[1:])
-    ended(checkpoint.main, "inspect", run / "checkpoint/step-2", "--tensors")
+        ended("checkpoint", words[0], run, *words[1:])
+    ended("checkpoint", "inspect", run / "checkpoint/step-2", "--tensors")
     two = run / "checkpoint/step-2", run / "checkpoint/step-1"
-    ended(lambda words: {1: 0}.get(code := checkpoint.main(words), code), "diff", *two)  # 1: they differ
-    ended(convert_weights.main, "dcp-to-hf", run / "checkpoint/step-2", folder / "made", "--dry-run")
+    ended(
+        lambda words: {1: 0}.get(code := run_command("checkpoint", words), code), "diff", *two
+    )  # 1: they differ
+    ended("convert", "dcp-to-hf", run / "checkpoint/step-2", folder / "made", "--dry-run")
 
 
 def use_corpus(name: str) -> Callable[[Path], None]:
     def use(folder: Path) -> None:
         flags = [f"--training.dataset_path={folder}/{name}", f"--model.hf_assets_path={TOKENIZER}"]
         ended(preflight.main, *run_flags(folder, *flags))
-        ended(prepare_data.main, *run_flags(folder, *flags), "--processes", "1")
+        ended("prepare-data", *run_flags(folder, *flags), "--processes", "1")
 
     return use
 
@@ -171,7 +175,7 @@ def use_adapter(folder: Path) -> None:
     flags = [f"--model.hf_assets_path={folder}/hf", "--checkpoint.enable", f"--finetune.adapter_path={place}"]
     flags += ["--finetune.adapter=lora", "--finetune.lora.rank=2", "--finetune.lora.alpha=4"]
     ended(preflight.main, *run_flags(folder, *flags, "--checkpoint.initial_load_in_hf"))
-    ended(convert_weights.main, "merge", folder / "hf", place, folder / "made", "--dry-run")
+    ended("convert", "merge", folder / "hf", place, folder / "made", "--dry-run")
 
 
 def use_toml(folder: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.preflight.bad_runs import CP, CPU, H100, TP
 from toolkit import launch, train
-from toolkit.commands import prepare_data
+from toolkit.cli import run_command
 from toolkit.config import Config, InvalidSettings, load_config
 from toolkit.config.schema import find_field
 from toolkit.config.values import format_toml, parse
@@ -176,9 +177,15 @@ def test_fixes_keep_what_the_user_set() -> None:
     assert (length.key, length.fix) == (CP, f"set {CP} to 1")
 
 
-@pytest.mark.parametrize(
-    "main", [launch.main, train.main, preflight.main, prepare_data.main], ids=lambda main: main.__module__
-)
+PROGRAMS = {
+    "launch": launch.main,
+    "train": train.main,
+    "preflight": preflight.main,
+    "prepare-data": partial(run_command, "prepare-data"),
+}
+
+
+@pytest.mark.parametrize("main", PROGRAMS.values(), ids=PROGRAMS)
 def test_each_program_reports_both_kinds(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

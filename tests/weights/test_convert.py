@@ -19,7 +19,7 @@ from tests.helpers import run_world
 from tests.models.families import save_transformers as save_moe
 from tests.weights.folders import FAMILY, save_meta, save_transformers
 from toolkit.checkpoint.manager import CheckpointManager
-from toolkit.commands import convert as convert_weights
+from toolkit.cli import run_command
 from toolkit.data.tokenizers.load_tokenizer import load_tokenizer
 from toolkit.distributed.agreement import Ranks
 from toolkit.errors import EXIT_DATA, EXIT_FINISHED, CheckpointError, DataError
@@ -145,14 +145,14 @@ def test_scalings_of_rope_that_meta_does_not_have(
     monkeypatch.setitem(FAMILY, "scaled", {"num_attention_heads": 4, "rope_parameters": rope})
     theirs = save_transformers("scaled", tmp_path / "hf")
     for way, start, end in (("hf-to-dcp", "hf", "dcp"), ("dcp-to-hf", "dcp", "back")):
-        assert convert_weights.main([way, str(tmp_path / start), str(tmp_path / end)]) == EXIT_FINISHED
+        assert run_command("convert", [way, str(tmp_path / start), str(tmp_path / end)]) == EXIT_FINISHED
     checkpoint = tmp_path / "dcp" / "step-0"
     sources = [open_weights(place) for place in (tmp_path / "hf", checkpoint, tmp_path / "back")]
     assert len({source.args for source in sources}) == 1
     tokens = torch.arange(90)[None]
     loaded = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
     torch.testing.assert_close(loaded.model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
-    assert convert_weights.main(["hf-to-meta", str(tmp_path / "hf"), str(tmp_path / "meta")]) == EXIT_DATA
+    assert run_command("convert", ["hf-to-meta", str(tmp_path / "hf"), str(tmp_path / "meta")]) == EXIT_DATA
     assert "which Meta's format does not support" in capsys.readouterr().err
 
 
@@ -512,7 +512,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     save_transformers("llama3", tmp_path / "hf")
 
     def said(*words: object) -> str:
-        assert convert_weights.main([str(word) for word in words]) == EXIT_DATA
+        assert run_command("convert", [str(word) for word in words]) == EXIT_DATA
         return capsys.readouterr().err
 
     assert "use hf-to-meta or hf-to-dcp" in said("meta-to-hf", tmp_path / "hf", tmp_path / "out")
@@ -558,7 +558,7 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
     save_transformers("llama3", tmp_path / "hf")
     tokenizer = ASSETS / "tokenizer"
     words = ["hf-to-dcp", str(tmp_path / "hf"), str(tmp_path / "out")]
-    assert convert_weights.main([*words, "--dry-run"]) == EXIT_FINISHED
+    assert run_command("convert", [*words, "--dry-run"]) == EXIT_FINISHED
     lines = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "out").exists() and len(lines) == 30
     [line] = [line for line in lines if line.startswith("layers.2.attention.wk.weight")]
@@ -566,16 +566,18 @@ def test_the_program_tells_the_mapping_and_carries_the_tokenizer(
         "(8, 32) float32 -> model.layers.2.attention.wk.weight (8, 32) float32 in step-0, rows reordered"
     )
     words += ["--tokenizer", str(tokenizer), "--vocab-size", "4096", "--verify"]
-    assert convert_weights.main(words) == EXIT_FINISHED
+    assert run_command("convert", words) == EXIT_FINISHED
     assert "--checkpoint.initial_load_path" in capsys.readouterr().out
-    assert convert_weights.main(["dcp-to-hf", str(tmp_path / "out"), str(tmp_path / "hf2")]) == EXIT_FINISHED
+    assert (
+        run_command("convert", ["dcp-to-hf", str(tmp_path / "out"), str(tmp_path / "hf2")]) == EXIT_FINISHED
+    )
     for file in tokenizer.iterdir():
         if file.name.startswith("tokenizer"):
             assert (tmp_path / "hf2" / file.name).read_bytes() == file.read_bytes()
     assert "tokenizer.model" not in capsys.readouterr().out
     for given in (tmp_path / "hf2", tmp_path / "hf"):
         out = tmp_path / f"meta-{given.name}"
-        assert convert_weights.main(["hf-to-meta", str(given), str(out)]) == EXIT_FINISHED
+        assert run_command("convert", ["hf-to-meta", str(given), str(out)]) == EXIT_FINISHED
         there = (given / "tokenizer.model").exists()
         assert (out / "tokenizer.model").exists() == there
         assert ("no tokenizer.model next to it" in capsys.readouterr().out) == (not there)

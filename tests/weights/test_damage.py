@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.tampering import shorten_storage
 from tests.weights.stories import ASSETS, needs_assets
-from toolkit.commands import convert as convert_weights
+from toolkit.cli import run_command
 from toolkit.errors import DataError
 from toolkit.weights.meta_folder import MetaFolder
 from toolkit.weights.safetensors import SafetensorsFolder
@@ -257,5 +257,5 @@ def test_buffers_of_integers_are_ignored_and_told(tmp_path: Path, capsys: pytest
     before, part = MetaFolder(tmp_path / "model"), tmp_path / "model/consolidated.00.pth"
     torch.save(torch.load(part) | {"layers.0.attention.steps": torch.tensor(9)}, part)
     assert MetaFolder(tmp_path / "model").tensors == before.tensors and not before.note
-    assert convert_weights.main(["meta-to-dcp", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    assert run_command("convert", ["meta-to-dcp", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
     assert "also stores layers.0.attention.steps: ignored" in capsys.readouterr().out

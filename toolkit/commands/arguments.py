@@ -19,19 +19,25 @@ from toolkit.config.values import Setting
 from toolkit.errors import ConfigError, Problem, ToolkitError, redact
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser of a subcommand or of one of its actions."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+
+
 def command_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """Return the parser of a subcommand. The help text is the docstring of the command's module: the first
     line above the arguments, the rest below them. ``options`` are those of ArgumentParser."""
     summary, _, rest = (doc or "").partition("\n")
-    parser = argparse.ArgumentParser(
+    return _Parser(
         prog=f"{NAME} {name}",
         description=summary,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    return parser
 
 
 TEXT_FLAGS = {"training.dataset_path": "--text", "data.text_column": "--text-column"}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.loss import chunked_loss, linear_losses, token_losses
+from toolkit.loss import Linear, chunked_loss, linear_losses, token_losses
 from toolkit.models.common.args import ModelArgs
 
 
@@ -35,10 +35,14 @@ class OutputHead(nn.Module):
             self.weight = nn.Parameter(nn.init.normal_(torch.empty(args.vocab_size, args.dim), std=0.02))
         self.loss_chunk_tokens = loss_chunk_tokens
         # Functions of hidden states and a weight; torch.compile and tensor parallelism replace them.
-        self.logits: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.logits: Linear = F.linear
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss
         # Function of logits and labels: the training loss, if it is not plain cross-entropy.
         self.training_losses: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def use_linear(self, linear: Linear) -> None:
+        """Compute logits by ``linear`` instead of F.linear."""
+        self.logits, self.loss = linear, partial(head_loss, linear=linear)
 
     def forward(self, h_BSD: Tensor, labels: Tensor | None = None, tied_VD: Tensor | None = None) -> Tensor:
         """Return logits (B, S, V), or the loss of ``labels`` (B, S); a distilled model has labels
@@ -59,7 +63,7 @@ class OutputHead(nn.Module):
             weight_VD,
             labels.flatten(0, 1),
             chunk_tokens=self.loss_chunk_tokens,
-            recompute=weight_VD.requires_grad or loss is not head_loss,
+            recompute=weight_VD.requires_grad or getattr(loss, "func", loss) is not head_loss,
         )
         return losses_T.sum() if self.reduction == "sum" else losses_T
 
@@ -81,7 +85,7 @@ class OutputHead(nn.Module):
         return losses(self.logits(h_TD, weight_VD), labels_T)
 
 
-def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+def head_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, linear: Linear = F.linear) -> Tensor:
     if torch.compiler.is_compiling():  # inductor fuses the operators between the matmuls
-        return token_losses(F.linear(h_TD, weight_VD), labels_T)
-    return linear_losses(h_TD, weight_VD, labels_T)
+        return token_losses(linear(h_TD, weight_VD), labels_T)
+    return linear_losses(h_TD, weight_VD, labels_T, linear)
