@@ -48,11 +48,12 @@ from toolkit.preflight.planned_run import PlannedRun
 
 STEPS = 2
 
-LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (1e-1, 2e-1)}
+LIMITS = {"float64": (1e-9, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (1e-1, 3e-1)}
 """The largest relative differences of the first step (loss, norm, gradients), and of what comes after it.
 
 A sum of hundreds rounds by some 1e-15, 1e-6 or 1e-2 in these precisions. Where a gradient is as small as its
-rounding, AdamW makes an update of full size of it, hence the second; wrong factors are larger than all."""
+rounding, AdamW makes an update of full size of it, hence the second; wrong factors are larger than all. In
+bfloat16, weights that were updated in opposite directions are 0.26 of the largest one apart."""
 
 SERIES = ("losses", "norms", "validation", "rewards")
 
