@@ -60,7 +60,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Replace the plain linear layers of ``model``; an output head is told to use :func:`linear`."""
+    """Replace the plain linear layers of ``model``, and use :func:`linear` in its output head."""
     if (head := getattr(model, "output", None)) is not None:
         head.use_linear(linear)
     for parent in list(model.modules()):
